@@ -189,15 +189,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a byte tokenizer and a chat template, as a model folder. Do not change it: copy it."""
-    from transformers import PreTrainedTokenizerFast
+    from tests.tiny import save_folder
 
-    from tests.tiny import byte_backend, tiny_model
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama", eos_token_id=256).save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|end|>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    folder = save_folder(tmp_path_factory.mktemp("models") / "tiny", CHAT_TEMPLATE)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     return folder
 
@@ -209,6 +203,16 @@ def smollm2() -> Iterator[Engine]:
 
     with Session("smollm2", engine="hf", device="cpu", dtype="float32", cache="off") as session:
         yield session.engine
+
+
+@pytest.fixture(scope="session")
+def two_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two tiny Llamas of the same tokenizer and other weights, alpha and beta, as model folders."""
+    from tests.tiny import save_folder
+
+    models = tmp_path_factory.mktemp("models")
+    alpha, beta = (save_folder(models / name, CHAT_TEMPLATE, seed=seed) for seed, name in enumerate(("alpha", "beta")))
+    return alpha, beta
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 640, 7, "manners: a line of the log for each request, draining, replies whose time is up, errors "
      "that name fields; text/fill_in for suffix; server/llamacpp: llama.cpp's own endpoints over the same core"),
     ("benchmarks", 270, 4, "agents: a coding conversation of 30 turns against llama.cpp's own server and no cache"),
+    ("rekindle", 520, 3, "several models on one address within one limit of memory (session_group, server/host), "
+     "listening before the first is loaded; contexts as long as model and memory allow (context_length)"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rekindle.engine.hf.device import choose_placement
 from rekindle.engine.hf.engine import HfEngine
@@ -74,6 +75,15 @@ def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel
                 parameter.normal_(0.0, 0.2)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model.eval()
+
+
+def save_folder(folder: Path, template: str, **changes: Any) -> Path:
+    """A tiny Llama with a byte tokenizer and a chat template, as a model folder."""
+    tiny_model("llama", eos_token_id=256, **changes).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|end|>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def byte_tokenizer(vocabulary_size: int = VOCABULARY) -> HfTokenizer:

@@ -73,9 +73,9 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     names = [name for name in SIDES if not (options.quick and name.startswith("none"))]
     turns = list(read_turns(quick=options.quick))
     found: list[dict[str, list[Turned]]] = [{name: [] for name in names} for _ in turns]
-    for number in range(options.rounds(1, quick=1)):
+    for _ in range(options.rounds(1, quick=1)):
         with scratch() as folder:
-            _measure(model, Path(folder), turns, found, lambda part, number=number: advance(f"{number + 1}: {part}"))
+            _measure(model, Path(folder), turns, found, advance)
     report = Report("agents")
     report.fields |= {"model": model.name, "engines": ["hf", "llamacpp"], "device": "cpu", "threads": THREADS}
     report.fields["scale"] = QUICK_SCALE if options.quick else SCALE
@@ -136,8 +136,8 @@ def add_rows(report: Report, turns: Sequence[AgentTurn], found: Sequence[dict[st
     for part in parts:
         ours, theirs, ratio = part[OURS], part[THEIRS], part["vs_server"]
         for name, title in _COLUMNS.items():
-            shown = [_show(name, one[name]) for one in (ours, theirs)]
-            report.rows.append(TableRow(f"{part['part']}: {title}", *shown, f"{ratio[name]:.2f}", "<= 1"))
+            shown, baseline = (_show(name, one[name]) for one in (ours, theirs))
+            report.rows.append(TableRow(f"{part['part']}: {title}", shown, baseline, f"{ratio[name]:.2f}", "<= 1"))
     for engine in ("llamacpp", "hf"):
         own = [turn for turn in measured if turn[f"none_{engine}"]["first_token_s"] is not None] or measured
         ours, theirs = (_side(f"{kind}_{engine}", own) for kind in ("rekindle", "none"))

@@ -39,6 +39,20 @@ def usable_cores() -> int:
     return max(1, min(allowed, int(psutil.cpu_count(logical=False) or allowed)))
 
 
+def free_memory() -> int:
+    """Bytes that this process could still take without swapping: of the machine, and of its control group."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, min(free, limit - used + int(counts["file"])))
+    except (OSError, ValueError, KeyError):  # no limit, or no such file
+        return free
+
+
 def home_folder() -> Path:
     """The folder of everything Rekindle keeps: `REKINDLE_HOME`, else `rekindle` in the user's cache folder."""
     if chosen := os.environ.get("REKINDLE_HOME"):

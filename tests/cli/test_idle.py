@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from rekindle import Session
 from rekindle.errors import InvalidSetting, NothingKnown
 from rekindle.idle.idle import Idle
 from rekindle.idle.log import IdleAction
-from rekindle.server.auth import ApiKeys
 from rekindle.settings import ServerSettings
 from tests.cli.test_commands import rekindle
 from tests.knowledge.conftest import embedder_folder
@@ -112,9 +110,8 @@ def test_watching_goes_on_until_it_is_interrupted(settings: list[str], monkeypat
 def test_a_server_works_ahead_only_if_it_is_told_to(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServerSettings] = []
 
-    def refuse(session: Session, settings: ServerSettings, keys: ApiKeys) -> None:
+    def refuse(_: object, settings: ServerSettings, *__: object) -> None:
         seen.append(settings)
-        session.close()
         raise InvalidSetting("That is enough.")
 
     monkeypatch.setattr("rekindle.server.serve.Server", refuse)

@@ -25,11 +25,12 @@ from rekindle import Session
 from rekindle.cli.main import app
 from rekindle.cli.server_client import ServerError
 from rekindle.engine.fake import FakeEngine
-from rekindle.errors import InvalidSetting
+from rekindle.errors import InvalidSetting, ModelError, OutOfMemory
 from rekindle.server.auth import ApiKeys
 from rekindle.server.serve import servers_folder
 from tests.parity.engines import needs, onnx_folder
 from tests.server.serving import ALICE, BOB, Served, fake_session, serving
+from tests.tiny_gguf import write_llama
 
 PATIENCE_SECONDS = 120
 
@@ -227,6 +228,36 @@ def test_a_server_ends_well_when_it_is_told_to(tiny_gguf: Path, tmp_path: Path, 
     assert json.loads(rekindle("ps", "--json").stdout) == []
     with Session(tiny_gguf, cache=str(cache), tenant="alice") as session:
         assert session.generate("The keeper of the lighthouse", max_tokens=1).reuse.disk > 0
+
+
+def test_several_models_are_served_on_one_address(tiny_gguf: Path, tmp_path: Path) -> None:
+    other = write_llama(tmp_path / "other.gguf", seed=1)
+    options = ["--threads", "1", "--cache", str(tmp_path / "cache"), "--alias", "claude-*=other"]
+    with started(str(tiny_gguf), str(other), *options) as (process, url):
+        body = {"messages": [{"role": "user", "content": "Who keeps the light?"}], "max_tokens": 4, "temperature": 0}
+        said = []
+        for name in ("tiny", "other", "claude-opus"):
+            answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": name}, timeout=PATIENCE_SECONDS)
+            said.append(answer.raise_for_status().json())
+        assert [reply["model"] for reply in said] == ["tiny", "other", "other"]
+        assert said[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert said[2]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert "tiny*, other*" in rekindle("ps", "--server", url).stdout
+        assert ended(process, signal.SIGTERM) == 0
+
+
+def test_models_that_cannot_be_served_together_are_refused(tiny_gguf: Path, tmp_path: Path) -> None:
+    result = rekindle("serve", str(tiny_gguf), str(tiny_gguf))
+    assert isinstance(result.exception, InvalidSetting) and "same name" in str(result.exception)
+    result = rekindle("serve", str(tiny_gguf), str(tmp_path / "gone.gguf"))
+    assert isinstance(result.exception, ModelError)
+    result = rekindle("serve", str(tiny_gguf), "smollm2", "--adapter", f"smollm2={tmp_path}")
+    assert isinstance(result.exception, InvalidSetting) and "name of a model" in str(result.exception)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command(tiny_gguf: Path) -> None:
+    result = rekindle("serve", str(tiny_gguf), "--port", "0", "--model-memory", "1KB", "--threads", "1")
+    assert isinstance(result.exception, OutOfMemory) and "model_memory allows" in str(result.exception)
 
 
 def test_a_stream_is_cut_when_the_time_to_stop_is_over(tiny_gguf: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_every_metric_is_documented() -> None:
         session = rekindle.Session(FakeEngine(), cache=folder, parallel=2)
         server = Server(session, ServerSettings(port=0))
         with server.running():
-            told = server.app.state.service.metrics.text(Caller("local", operator=True)).decode()
+            told = server.host.shared.metrics.text(Caller("local", operator=True)).decode()
     families = list(text_string_to_metric_families(told))
     assert len(families) > 15
     for family in families:

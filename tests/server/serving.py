@@ -76,7 +76,8 @@ class Served:
 
     @property
     def service(self) -> Service:
-        service: Service = self.server.app.state.service
+        """Of the default model."""
+        (service, *_) = self.server.host.services()
         return service
 
     @property

@@ -219,7 +219,7 @@ def test_a_model_that_rests_comes_back_and_still_knows(tiny_folder: Path, tmp_pa
     with serving(Session(tiny_folder, **given)) as served:
         before = served.chat(LONG, keep_alive="0.2s")
         eventually(lambda: not served.get(f"{OWN}/server").json()["loaded"])
-        assert "rekindle_model_loaded 0.0" in served.get("/metrics").text
+        assert 'rekindle_model_loaded{model="tiny"} 0.0' in served.get("/metrics").text
         assert served.get("/health").status_code == served.get("/v1/models").status_code == 200
         assert not served.get(f"{OWN}/server").json()["loaded"], "to look does not wake it"
         after = served.chat(LONG, keep_alive="10m")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -88,6 +89,32 @@ def test_nothing_is_tokenized_on_the_event_loop(watched: Served) -> None:
         assert watched.post(path, **body).status_code == 200, (path, body)
     tokenizer = watched.engine.tokenizer
     assert isinstance(tokenizer, Watched) and tokenizer.threads and _LOOP not in tokenizer.threads
+
+
+_SAID = {
+    "/v1/chat/completions": ({"messages": _CHAT}, "maximum context length is {1} tokens. However, .* in {0} tokens"),
+    "/v1/completions": ({"prompt": LONG}, "maximum context length is {1} tokens. However, .* in {0} tokens"),
+    "/v1/responses": ({"input": LONG}, "maximum context length is {1} tokens. However, .* in {0} tokens"),
+    "/v1/messages": ({"messages": _CHAT, "max_tokens": 1}, "prompt is too long: {0} tokens > {1} maximum"),
+    "/api/chat": ({"messages": _CHAT}, "input length exceeds the context length: {0} > {1}"),
+    "/api/generate": ({"prompt": LONG}, "input length exceeds the context length: {0} > {1}"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", _SAID)
+def test_a_prompt_that_does_not_fit_gets_the_error_of_its_protocol_with_both_numbers(
+    served: Served, path: str, stream: bool
+) -> None:
+    body, words = _SAID[path]
+    answer = served.post(path, **body, stream=stream)
+    error = answer.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert answer.status_code == 400 and re.search(words.format(r"\d+", 4096), message), answer.text
+    if path.startswith("/v1/") and path != "/v1/messages":
+        assert error["code"] == "context_length_exceeded"
+    if path == "/v1/messages":
+        assert error["type"] == "invalid_request_error"
 
 
 _NESTED = "[" * 190 + "]" * 190

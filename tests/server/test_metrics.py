@@ -128,7 +128,7 @@ def test_tiers_are_told_with_their_limits(served: Served) -> None:
         assert 0 < told["rekindle_cache_bytes", tier] == stats[tier]["bytes"]
         assert told["rekindle_cache_limit_bytes", tier] == stats[tier]["limit_bytes"]
     assert told["rekindle_cache_limit_bytes", "disk"] == 200_000_000
-    assert told["rekindle_write_backlog",] == 0 and told["rekindle_model_loaded",] == 1
+    assert told["rekindle_write_backlog",] == 0 and told["rekindle_model_loaded", "fake-0"] == 1
     assert told["rekindle_quarantined_total",] == told["rekindle_cache_failures_total", "read"] == 0
 
 

@@ -18,24 +18,24 @@ ALIASES = ["claude-*-haiku=small:writer", "claude-*=small", "gpt-5=writer"]
      ("claude-4-haiku", "writer"), ("gpt-5", "writer")],
 )  # fmt: skip
 def test_what_names_stand_for(name: str | None, adapter: str) -> None:
-    assert ModelNames("small", ALIASES).adapter_of(name, ["writer"]) == adapter
+    assert ModelNames("small", ALIASES).resolve(name, {"small": ["writer"]}) == ("small", adapter)
 
 
 @pytest.mark.parametrize("name", ["gpt-5-mini", "small:poet", "other:writer", "CLAUDE-4"])
 def test_unknown_names_are_refused_unless_there_is_a_default(name: str) -> None:
     with pytest.raises(ApiError) as refused:
-        ModelNames("small", ALIASES).adapter_of(name, ["writer"])
+        ModelNames("small", ALIASES).resolve(name, {"small": ["writer"]})
     assert refused.value.status == 404 and name in refused.value.message
-    assert ModelNames("small", [*ALIASES, "*=writer"]).adapter_of(name, ["writer"]) == "writer"
+    assert ModelNames("small", [*ALIASES, "*=writer"]).resolve(name, {"small": ["writer"]}).adapter == "writer"
 
 
 def test_a_name_of_its_own_comes_before_an_alias() -> None:
-    assert ModelNames("small", ["*=writer"]).adapter_of("small", ["writer"]) == ""
+    assert ModelNames("small", ["*=writer"]).resolve("small", {"small": ["writer"]}).adapter == ""
 
 
 def test_an_alias_of_what_is_not_loaded_is_refused() -> None:
     with pytest.raises(ApiError):
-        ModelNames("small", ["gpt=writer"]).adapter_of("gpt", [])
+        ModelNames("small", ["gpt=writer"]).resolve("gpt", {"small": []})
 
 
 @pytest.mark.parametrize("alias", ["claude", "=small", "claude=", ""])

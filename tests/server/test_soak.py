@@ -97,7 +97,7 @@ class Rig:
 
     def rest(self) -> None:
         """Wait until nothing is going on."""
-        service = self.server.app.state.service
+        service = self.server.host.services()[0]
         deadline = time.monotonic() + 60
         while service.line.running or service.line.waiting or self._connections():
             assert time.monotonic() < deadline, (service.line.running, service.line.waiting, self._connections())
@@ -118,7 +118,7 @@ class Rig:
 
     def assert_nothing_is_left(self) -> None:
         """No request, place, job, flight or sequence but those that wait for their next request."""
-        service, cache, engine = self.server.app.state.service, self.session.cache, self.session.engine
+        service, cache, engine = self.server.host.services()[0], self.session.cache, self.session.engine
         assert (service.line.running, service.line.waiting) == (0, 0)
         assert not service._jobs and not service._tasks
         assert not self.session.shares._here

@@ -286,7 +286,7 @@ def test_an_engine_is_loaded_once_however_many_ask_at_once() -> None:
         engine.rest()
         engine.rest()
         before = len(loaded)
-        threads = [threading.Thread(target=lambda: engine.regime(5)) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: engine.open(5, "plain")) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:

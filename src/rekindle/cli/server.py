@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json as json_
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,11 +31,18 @@ from rekindle.errors import InvalidSetting
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import API_KEYS_VARIABLE, ServerSettings, Settings
 
+if TYPE_CHECKING:
+    from rekindle.models.download import Progress
+    from rekindle.server.host import ServedModel
+    from rekindle.session.session import Session
+
+_MODEL_MEMORY = "80%"  # where several models share the memory
+
 
 @app.command()
 @takes(without={"adapter"}, server=server_options, serving=serving_options, loading=loading_options)
 def serve(
-    model: Model,
+    models: Annotated[list[str], Model.__metadata__[0]],
     loading: dict[str, Any],
     serving: dict[str, Any],
     server: dict[str, Any],
@@ -47,50 +56,95 @@ def serve(
             "--adapter",
             "--lora-modules",
             help="Serve this LoRA adapter as a model too: NAME=PATH, NAME=PATH,scale=0.5, or a name known from "
-            "`rekindle adapters`. Repeatable.",
+            "`rekindle adapters`; of another model than the first MODEL:NAME=PATH. Repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Serve a model with its cache to clients of OpenAI, Anthropic, Ollama and llama.cpp, until Ctrl-C or SIGTERM."""
+    """Serve models with their cache to clients of OpenAI, Anthropic, Ollama and llama.cpp, until Ctrl-C or SIGTERM.
+
+    The first is loaded at once and answers requests that name none; the others are loaded when a request names them,
+    within --model-memory."""
     from rekindle.cli.console import logged_progress, notes, progress
     from rekindle.daemon.private_socket import SUPPORTED
     from rekindle.daemon.spec import DaemonSpec
+    from rekindle.engine.context_length import describe_context
     from rekindle.server.auth import ApiKeys, check_settings
     from rekindle.server.serve import Server
     from rekindle.server.server_log import log_to_stderr
     from rekindle.server.service import DEFAULT_PARALLEL
     from rekindle.session.session import Session
+    from rekindle.session.session_group import SessionGroup
 
     loading |= serving
     known, settings = Settings.load(loading), ServerSettings.load(server)
     keys = ApiKeys([*(api_key or ()), *_read_keys(settings.api_key_file)], admin_key or (), tenant=known.tenant)
-    check_settings(settings, keys)  # before the model is loaded
+    check_settings(settings, keys)  # before a model is loaded
     if known.parallel is None:
         loading["parallel"] = DEFAULT_PARALLEL
     log_to_stderr(settings.log_format)
     log, as_json = logging.getLogger("rekindle.serve"), settings.log_format == "json"
-    started = time.perf_counter()
-    with ExitStack() as shown:
-        bars = notes.is_terminal and not as_json
-        report = shown.enter_context(progress(model)) if bars else logged_progress(model, log.info)
-        if not bars:
-            log.info("starting: %s", model)
-        session = Session(model, **loading, progress=report)
-    for text in adapter or ():
-        if session.adapters.load_text(text).name == session.engine.name:
-            raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
-    running = Server(session, settings, keys)
-    ready = f"{session.engine.name} at {running.url}/v1 (its endpoints: {running.url}/docs)"
-    if as_json:
-        log.info("%s, after %.1f s", ready, time.perf_counter() - started)
-    else:
-        notes.print(ready, soft_wrap=True)
-    with ExitStack() as opened:
-        if SUPPORTED:
-            from rekindle.daemon.answering import accepting_commands
+    group = None
+    if len(models) > 1 or settings.model_memory is not None:
+        group = SessionGroup(settings.model_memory or _MODEL_MEMORY, known)
 
-            opened.enter_context(accepting_commands(session, DaemonSpec.of(model, session.settings)))
+    def say(line: str) -> None:
+        if as_json:
+            log.info("%s", line)
+        else:
+            notes.print(line, soft_wrap=True)
+
+    with ExitStack() as opened:
+
+        def open_session(model: str, report: Progress) -> Session:
+            started = time.perf_counter()
+            with ExitStack() as shown:
+                bars = notes.is_terminal and not as_json
+                show = shown.enter_context(progress(model)) if bars else logged_progress(model, log.info)
+                if not bars:
+                    log.info("starting: %s", model)
+
+                def both(stage: str, done: int, total: int) -> None:
+                    report(stage, done, total)
+                    show(stage, done, total)
+
+                session = Session(model, **loading, progress=both, group=group)
+            seconds = time.perf_counter() - started
+            say(f"{session.engine.name}: {describe_context(session.engine)}, ready after {seconds:.1f} s")
+            if model == models[0] and SUPPORTED:
+                from rekindle.daemon.answering import accepting_commands
+
+                opened.enter_context(accepting_commands(session, DaemonSpec.of(model, session.settings)))
+            return session
+
+        running = Server(_served(models, adapter or (), open_session), settings, keys, None, group, known)
+        names = ", ".join(running.host.models)
+        say(f"{names} at {running.url}/v1 (its endpoints: {running.url}/docs)")
         running.run()
+
+
+def _served(
+    specs: Sequence[str], adapters: Sequence[str], open_session: Callable[[str, Progress], Session]
+) -> list[ServedModel]:
+    """The models that are served, with their adapters; the first is the default. Raises `InvalidSetting`, and
+    `ModelError` for a model that is neither here nor can be pulled."""
+    from rekindle.models import adapter_registry
+    from rekindle.models.sources import name_of
+    from rekindle.server.host import ServedModel
+
+    names = [name_of(spec) for spec in specs]
+    texts: dict[str, list[str]] = {name: [] for name in names}
+    if len(texts) < len(names):
+        raise InvalidSetting(f"Two of the models have the same name ({', '.join(names)}). Serve one of them.")
+    for given in adapters:
+        owner = next((name for name in names if given.startswith(f"{name}:")), None)
+        text = given if owner is None else given.removeprefix(f"{owner}:")
+        if (adapter_registry.parse(text).name if "=" in text else text) in texts:
+            raise InvalidSetting(f"--adapter {given}: that is the name of a model itself. Use another.")
+        texts[owner or names[0]].append(text)
+    return [
+        ServedModel(name, functools.partial(open_session, spec), texts[name])
+        for name, spec in zip(names, specs, strict=True)
+    ]
 
 
 def _read_keys(path: str | None) -> list[str]:
@@ -122,7 +176,7 @@ def ps(
     lines = [
         [
             one["url"] or "background",
-            one.get("model", "-"),
+            _models(one),
             one["state"],
             _load(one),
             str(one.get("waiting", "-")),
@@ -141,6 +195,14 @@ def _state(status: dict[str, Any]) -> str:
     left = status["leaves_in_seconds"]
     state = "loaded" if status["loaded"] else "loading"
     return state if left is None else f"{state}, leaves in {human_duration(left)}"
+
+
+def _models(one: dict[str, Any]) -> str:
+    """The models of a server; those of several that are loaded are marked."""
+    several = one.get("models", ())
+    if len(several) < 2:
+        return str(one.get("model", "-"))
+    return ", ".join(f"{model['model']}{'*' if model['loaded'] else ''}" for model in several)
 
 
 def _load(one: dict[str, Any]) -> str:
@@ -205,4 +267,5 @@ def _ask(url: str, api_key: str | None) -> dict[str, Any]:
         return {"url": url, "state": str(error)}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return {"url": url, "state": f"does not answer ({type(error).__name__})"}
-    return {"url": url, "state": "loaded" if about.get("loaded") else "unloaded", **about}
+    loaded = any(model.get("loaded") for model in about.get("models", [about]))
+    return {"url": url, "state": "loaded" if loaded else "unloaded", **about}

@@ -334,6 +334,10 @@ class Engine(Protocol):
         """All memory of that device, as far as it is known; else of the machine."""
 
     @property
+    def memory_bytes(self) -> int:
+        """About what it takes of that memory while it is loaded: weights, and KV buffers that come with them."""
+
+    @property
     def arithmetic(self) -> str:
         """What the rounding of its results depends on, beside the model: versions, kernels, device."""
 
@@ -414,7 +418,7 @@ class EngineWrapper:
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
         self.name, self.device, self.arithmetic = engine.name, engine.device, engine.arithmetic
-        self.device_bytes = engine.device_bytes
+        self.device_bytes, self.memory_bytes = engine.device_bytes, engine.memory_bytes
         self.capabilities, self.layout = engine.capabilities, engine.layout
         self.context_tokens, self.prefill_tokens = engine.context_tokens, engine.prefill_tokens
         self.longest_context = engine.longest_context

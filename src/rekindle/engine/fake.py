@@ -98,6 +98,7 @@ class FakeEngine:
     capabilities = Capabilities(layer_feeds=True, recompute="scattered", probes=True, adapters=True)
     device = "cpu"
     device_bytes = 1 << 30
+    memory_bytes = 0
     arithmetic = "numpy"
     prefill_tokens = 256
 

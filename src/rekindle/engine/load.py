@@ -11,6 +11,7 @@ from typing import Literal
 
 from rekindle.core.size import human_bytes
 from rekindle.engine.base import Engine
+from rekindle.engine.context_length import Reserve
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.onnx.onnx_options import GRAPH_DTYPES, OnnxOptions
 from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
@@ -50,6 +51,11 @@ class EngineOptions:
     llama: LlamaOptions = field(default_factory=LlamaOptions)
     onnx: OnnxOptions = field(default_factory=OnnxOptions)
 
+    def with_context(self, tokens: int) -> EngineOptions:
+        """The same with a context of so long."""
+        llama, onnx = replace(self.llama, context_tokens=tokens), replace(self.onnx, context_tokens=tokens)
+        return replace(self, context_tokens=tokens, llama=llama, onnx=onnx)
+
     @classmethod
     def of(cls, settings: Settings) -> EngineOptions:
         """The part of the settings that is about the engine. Raises `InvalidSetting`."""
@@ -59,16 +65,21 @@ class EngineOptions:
         return cls(settings.engine, settings.device, settings.dtype, settings.context, llama, onnx)
 
 
-def load_engine(model: str, options: EngineOptions, progress: Progress | None = None) -> Engine:
-    """Find (or pull) a model and load it. Raises `ModelError`, `EngineMissing` or `InvalidSetting`."""
+def load_engine(
+    model: str, options: EngineOptions, progress: Progress | None = None, reserve: Reserve | None = None
+) -> Engine:
+    """Find (or pull) a model and load it, once `reserve` has made room for it.
+
+    Raises `ModelError`, `EngineMissing`, `InvalidSetting`, and what `reserve` raises.
+    """
     have = packages_beside(options.llama.llama_library)
     name = choose_engine(model, options.engine, have)
     require_packages(name, have)  # before anything is fetched
     if name == "llamacpp":
-        return _load_llamacpp(model, options, progress)
+        return _load_llamacpp(model, options, progress, reserve)
     if name == "onnx":
-        return _load_onnx(model, options, progress)
-    return _load_hf(model, options, progress)
+        return _load_onnx(model, options, progress, reserve)
+    return _load_hf(model, options, progress, reserve)
 
 
 def choose_engine(model: str, wanted: str, have: FindPackage = importlib.util.find_spec) -> EngineName:
@@ -147,7 +158,7 @@ def convert_gguf(files: ModelFiles, progress: Progress | None = None) -> None:
     _report(progress, "convert", 1, 1)
 
 
-def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
+def _load_hf(model: str, options: EngineOptions, progress: Progress | None, reserve: Reserve | None) -> Engine:
     _refuse_llama_options(options.llama)
     files = obtain(model, progress)
     if options.engine == "auto" and files.gguf is not None and not files.converted and _is_gguf(model):
@@ -163,7 +174,13 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> E
     _report(progress, "load", 0, 1)
     from rekindle.engine.hf.engine import HfEngine  # takes seconds
 
-    engine = HfEngine.load(files, device=options.device, dtype=options.dtype, context_tokens=options.context_tokens)
+    engine = HfEngine.load(
+        files,
+        device=options.device,
+        dtype=options.dtype,
+        context_tokens=options.context_tokens,
+        reserve=reserve,
+    )
     _report(progress, "load", 1, 1)
     return engine
 
@@ -177,7 +194,7 @@ def _refuse_llama_options(given: LlamaOptions, *taken: str) -> None:
             raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it out, or use engine='llamacpp'.")
 
 
-def _load_onnx(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
+def _load_onnx(model: str, options: EngineOptions, progress: Progress | None, reserve: Reserve | None) -> Engine:
     _refuse_llama_options(options.llama, "threads", "batch_tokens")
     forms = [form for form, dtype in GRAPH_DTYPES.items() if options.dtype in ("auto", dtype)]
     if not forms:
@@ -195,7 +212,7 @@ def _load_onnx(model: str, options: EngineOptions, progress: Progress | None) ->
     assert files.onnx is not None
     _digest(read_graph(files.onnx).weights, progress)
     _report(progress, "load", 0, 1)
-    engine = OnnxEngine(files, options.onnx)
+    engine = OnnxEngine(files, options.onnx, reserve)
     _report(progress, "load", 1, 1)
     return engine
 
@@ -215,7 +232,7 @@ def export_graph(files: ModelFiles, form: OnnxForm, progress: Progress | None = 
     return replace(files, onnx=graph)
 
 
-def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
+def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None, reserve: Reserve | None) -> Engine:
     if options.dtype != "auto":
         raise InvalidSetting(
             f"dtype={options.dtype!r} is for engine='hf': a GGUF file has its own numbers. Those of KV are kv_type."
@@ -226,7 +243,11 @@ def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None
     llama.load(options.llama.llama_library)  # before anything is fetched
     files = obtain(model, progress, form="gguf")
     _digest(files.parts, progress)
-    return LlamaCppEngine(files, options.llama, lambda share: _report(progress, "load", round(share * 100), 100))
+
+    def loaded(share: float) -> None:
+        _report(progress, "load", round(share * 100), 100)
+
+    return LlamaCppEngine(files, options.llama, loaded, reserve)
 
 
 def _digest(weights: Sequence[Path], progress: Progress | None) -> None:

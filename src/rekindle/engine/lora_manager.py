@@ -58,6 +58,10 @@ class LoraManager:
         """Whether it is in memory now."""
         return adapter.digest in self._loaded
 
+    def loaded_names(self) -> set[str]:
+        """The names of those that are in memory now."""
+        return {adapter.name for adapter in self if self.is_loaded(adapter)}
+
     @property
     def loaded_bytes(self) -> int:
         """Memory that loaded adapters take."""

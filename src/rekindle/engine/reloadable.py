@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 
 from rekindle.core.identity import Identity
 from rekindle.engine.base import Engine, EngineWrapper
-from rekindle.errors import Closed
+from rekindle.engine.threaded_job import ThreadedJob
+from rekindle.errors import Cancelled, Closed
 from rekindle.text.base import Tokenizer
+
+_REMEMBERED = 1024  # regimes, so that closing a model that rests does not load it
 
 
 class ReloadableEngine(EngineWrapper):
@@ -24,6 +28,7 @@ class ReloadableEngine(EngineWrapper):
         self._closed = False
         self._identities: dict[str, Identity] = {}
         self._tokenizer: Tokenizer | None = None
+        self._regime_of = lru_cache(_REMEMBERED)(super().regime)
 
     @property
     def resting(self) -> bool:
@@ -39,6 +44,15 @@ class ReloadableEngine(EngineWrapper):
             if self._engine is None:
                 self._engine = self._load()
             return self._engine
+
+    def wake(self, cancelled: Callable[[], bool] | None) -> None:
+        """Load the model if it rests. Raises `Cancelled`; then the load goes on for the next who needs it."""
+
+        def load() -> None:
+            self.inner  # noqa: B018  (loads it)
+
+        if self.resting and not ThreadedJob(load).done(cancelled):
+            raise Cancelled("The request was cancelled.")
 
     def rest(self) -> None:
         """Free the model until somebody needs it. Not while a sequence is open."""
@@ -56,6 +70,9 @@ class ReloadableEngine(EngineWrapper):
         if not found.needs_model:
             self._tokenizer = found
         return found
+
+    def regime(self, tokens: int) -> str:
+        return self._regime_of(tokens)
 
     def identity(self, regime: str) -> Identity:
         if regime not in self._identities:

@@ -199,6 +199,16 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
     raise ModelNotFound(_say_missing(spec, source))
 
 
+def name_of(spec: str) -> str:
+    """The name of a model before it is loaded, also if it is pulled only then. Raises as `find` does for others."""
+    try:
+        return find(spec).name
+    except ModelNotFound:
+        if isinstance(parse(spec), (WheelModel, HubModel)):
+            return spec
+        raise
+
+
 def model_version(model: str) -> str | None:
     """Changes whenever a file of the model does; None if it is not here."""
     try:

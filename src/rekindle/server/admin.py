@@ -21,6 +21,7 @@ from rekindle.core.request import Request
 from rekindle.errors import CacheUnusable
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
+from rekindle.server.host import ServedModel
 from rekindle.server.metrics import CONTENT_TYPE
 from rekindle.server.openai.request import prompt_request
 from rekindle.server.recorded import recorded_request
@@ -50,7 +51,7 @@ async def _with_cache(call: Call, work: Callable[[], _T]) -> _T:
 
 async def health(call: Call) -> Response:
     """Whether the server answers. Needs no key, and reveals nothing else."""
-    return JSONResponse({"status": "ok", "version": __version__, "uptime_seconds": time.time() - call.service.started})
+    return JSONResponse({"status": "ok", "version": __version__, "uptime_seconds": _uptime(call)})
 
 
 async def greet(_: Call) -> Response:
@@ -60,28 +61,35 @@ async def greet(_: Call) -> Response:
 
 async def metrics(call: Call) -> Response:
     """Prometheus metrics."""
-    text = await asyncio.get_running_loop().run_in_executor(
-        call.service.side_threads, call.service.metrics.text, call.caller
-    )
+    text = await call.in_thread(lambda: call.host.shared.metrics.text(call.caller))
     return Response(text, media_type=CONTENT_TYPE)
 
 
+def _uptime(call: Call) -> float:
+    return time.time() - call.host.shared.started
+
+
 async def show_server(call: Call) -> Response:
-    """The model, engine and load of this server: for `rekindle ps`."""
-    service, session = call.service, call.service.session
-    fields: dict[str, Any] = {
-        "model": service.model,
-        "engine": session.engine_kind,
-        "device": session.engine.device,
-        "context_tokens": session.engine.context_tokens,
-        "loaded": not session.resting,
-        "keep_alive": session.settings.keep_alive,
-        "uptime_seconds": time.time() - service.started,
-    }
+    """The models, engines and load of this server: for `rekindle ps`. What is not in `models` is the default's."""
+    host = call.host
+    models = [_about_model(model) for model in host.models.values()]
+    keep_alive = host.shared.session_settings.keep_alive
+    fields: dict[str, Any] = {**models[0], "keep_alive": keep_alive, "uptime_seconds": _uptime(call), "models": models}
     if call.caller.operator:
-        fields |= {"pid": os.getpid(), "running": service.line.running, "waiting": service.line.waiting}
-        fields["parallel"] = service.line.places
+        lines = [service.line for service in host.services()]
+        waiting = sum(line.waiting for line in lines) + sum(model.waiting for model in host.models.values())
+        fields |= {"pid": os.getpid(), "running": sum(line.running for line in lines), "waiting": waiting}
+        fields["parallel"] = sum(line.places for line in lines)
     return JSONResponse(fields)
+
+
+def _about_model(model: ServedModel) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model": model.name, "loaded": model.loaded}
+    if model.service is None:
+        return fields
+    session = model.service.session
+    about = {"engine": session.engine_kind, "device": session.engine.device}
+    return {**fields, **about, "context_tokens": session.engine.context_tokens}
 
 
 async def show_stats(call: Call) -> Response:
@@ -135,7 +143,8 @@ async def remove_entry(call: Call) -> Response:
         return store.disk.remove([entry.extent for entry in found])
 
     removed = await _with_cache(call, work)
-    call.service.session.cache.unpark(call.stats_scope)
+    for service in call.host.services():
+        service.session.cache.unpark(call.stats_scope)
     return JSONResponse({"removed": removed})
 
 
@@ -207,7 +216,7 @@ async def set_app(call: Call, body: AppRequest) -> Response:
     if len(id) > 256:
         raise ApiError(400, "The name of an app has up to 256 characters.", param="id")
     app = call.service.apps.set(scope, id, body.state)
-    stopped = call.service.kill(scope, id) if body.state == "killed" else 0
+    stopped = call.host.kill(scope, id) if body.state == "killed" else 0
     if call.service.session.cache.store is not None:
         await _with_cache(call, lambda: call.service.session.apps.set(id, body.state, scope.tenant, scope.salt))
     return JSONResponse({**asdict(app), "stopped_requests": stopped})

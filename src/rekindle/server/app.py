@@ -24,8 +24,10 @@ from rekindle.server.body import parse, salt_of, salt_of_refused
 from rekindle.server.call import PLAN_HEADER, Call
 from rekindle.server.errors import ApiError, api_error_of
 from rekindle.server.event_stream import ClientGone
+from rekindle.server.host import Host
 from rekindle.server.openapi import docs_page, openapi_document
 from rekindle.server.routes import ENDPOINTS, Endpoint, protocol_of, where_to_go
+from rekindle.server.schema import RequestBody
 from rekindle.server.server_log import RequestLogger, current_record
 from rekindle.server.service import Service
 
@@ -34,28 +36,29 @@ _SOON = {"Retry-After": "5", "Connection": "close"}
 _CLOSED_REQUEST = 499  # the client is gone and does not read it
 
 
-def make_app(service: Service) -> Starlette:
-    """The ASGI application of a service; it closes the service when it stops."""
+def make_app(host: Host) -> Starlette:
+    """The ASGI application of a server; it closes the models when it stops."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            await asyncio.get_running_loop().run_in_executor(None, service.close)
+            await asyncio.get_running_loop().run_in_executor(None, host.close)
 
-    routes = [_route(path, service) for path in dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)]
+    routes = [_route(path, host) for path in dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)]
     description, shown = _description()
     pages = {"/openapi.json": JSONResponse(description), "/docs": HTMLResponse(shown)}
     routes += [Route(path, _static(response)) for path, response in pages.items()]
 
     def refused(path: str, problem: ApiError) -> Response:
-        service.metrics.failed(Scope(NOBODY), problem.outcome)
+        host.shared.metrics.failed(Scope(NOBODY), problem.outcome)
         return protocol_of(path).error_response(problem)
 
-    middleware = [Middleware(OriginGuard, settings=service.settings, refused=refused, pages=tuple(pages))]
-    if service.settings.cors_origin:
-        allowed, exposed = list(service.settings.cors_origin), [PLAN_HEADER, "Retry-After"]
+    settings = host.shared.settings
+    middleware = [Middleware(OriginGuard, settings=settings, refused=refused, pages=tuple(pages))]
+    if settings.cors_origin:
+        allowed, exposed = list(settings.cors_origin), [PLAN_HEADER, "Retry-After"]
         middleware.insert(
             0,
             Middleware(
@@ -66,10 +69,10 @@ def make_app(service: Service) -> Starlette:
                 expose_headers=exposed,
             ),
         )
-    middleware.insert(0, Middleware(RequestLogger, running=service.calls, is_stopping=lambda: service.stopping))
+    middleware.insert(0, Middleware(RequestLogger, running=host.calls, is_stopping=lambda: host.stopping))
     handlers = {HTTPException: _not_found, Exception: _failed}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]
-    app.state.service = service
+    app.state.host = host
     return app
 
 
@@ -79,9 +82,9 @@ def _description() -> tuple[dict[str, Any], str]:
     return openapi_document(ENDPOINTS), docs_page(ENDPOINTS)
 
 
-def _route(path: str, service: Service) -> Route:
+def _route(path: str, host: Host) -> Route:
     """One route for all methods of a path, so that another method gets 405 with the allowed ones."""
-    handlers = {e.method: _handler(e, service) for e in ENDPOINTS if e.path == path}
+    handlers = {e.method: _handler(e, host) for e in ENDPOINTS if e.path == path}
 
     async def handle(http: HttpRequest) -> Response:
         return await handlers["GET" if http.method == "HEAD" else http.method](http)
@@ -89,24 +92,26 @@ def _route(path: str, service: Service) -> Route:
     return Route(path, handle, methods=list(handlers))
 
 
-def _handler(endpoint: Endpoint, service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
+def _handler(endpoint: Endpoint, host: Host) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def handle(http: HttpRequest) -> Response:
-        call = Call(http, service, Caller(NOBODY), protocol=endpoint.protocol)
+        call = Call(http, host, Caller(NOBODY), protocol=endpoint.protocol)
         try:
-            if service.stopping:
+            if host.stopping:
                 raise ApiError(503, "The server is stopping. Try again soon.", headers=_SOON)
-            call = replace(call, caller=_identify(http, service, endpoint))
+            call = replace(call, caller=_identify(http, host, endpoint))
             current_record().tenant = call.caller.tenant
             if endpoint.body is None:
                 call = replace(call, salt=salt_of(None, http.query_params))
+                call = replace(call, opened=await _service(call, endpoint, None))
                 return await endpoint.answer(call)
-            sent = _checked(await _read(http, service))
+            sent = _checked(await _read(http, host))
             try:
                 body = parse(endpoint.body, sent)
             except ApiError:
                 call = replace(call, salt=salt_of_refused(sent))
                 raise
             call = replace(call, salt=salt_of(body, http.query_params))
+            call = replace(call, opened=await _service(call, endpoint, body))
             return await endpoint.answer(call, body)
         except (ClientGone, ClientDisconnect):
             call.failed("disconnected")
@@ -119,6 +124,15 @@ def _handler(endpoint: Endpoint, service: Service) -> Callable[[HttpRequest], Aw
     return handle
 
 
+async def _service(call: Call, endpoint: Endpoint, body: RequestBody | None) -> Service | None:
+    """The service that an endpoint needs. Raises `ApiError` 404 for a model that is not served."""
+    if endpoint.needs == "nothing":
+        return None
+    named = getattr(body, "model", None) if endpoint.needs == "model" else None
+    model = call.host.models[call.host.resolve(named).model]
+    return await call.host.service_of(model, call.http.receive)
+
+
 def _static(response: Response) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def handle(_: HttpRequest) -> Response:
         return response
@@ -126,8 +140,8 @@ def _static(response: Response) -> Callable[[HttpRequest], Awaitable[Response]]:
     return handle
 
 
-def _identify(http: HttpRequest, service: Service, endpoint: Endpoint) -> Caller:
-    caller = service.keys.identify(http.headers.get("authorization"), http.headers.get("x-api-key"))
+def _identify(http: HttpRequest, host: Host, endpoint: Endpoint) -> Caller:
+    caller = host.shared.keys.identify(http.headers.get("authorization"), http.headers.get("x-api-key"))
     if caller is None and endpoint.open:
         return Caller(NOBODY)
     if caller is None:
@@ -138,28 +152,28 @@ def _identify(http: HttpRequest, service: Service, endpoint: Endpoint) -> Caller
     return caller
 
 
-async def _read(http: HttpRequest, service: Service) -> bytes:
+async def _read(http: HttpRequest, host: Host) -> bytes:
     """The body. Raises `ApiError` if it is too large or too slow."""
-    too_large = ApiError(413, f"The body is larger than {service.body_bytes:,} bytes. Send less.", code="too_large")
+    too_large = ApiError(413, f"The body is larger than {host.body_bytes:,} bytes. Send less.", code="too_large")
     length = http.headers.get("content-length", "0")
-    if length.isdigit() and int(length[:20]) > service.body_bytes:
+    if length.isdigit() and int(length[:20]) > host.body_bytes:
         raise too_large
     parts: list[bytes] = []
     size = 0
     stream = http.stream()
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + service.client_seconds
+    deadline = loop.time() + host.client_seconds
     while True:
         try:
             part = await asyncio.wait_for(anext(stream, None), max(0.0, deadline - loop.time()))
         except asyncio.TimeoutError:
             raise ApiError(
-                408, f"The body did not come within {service.client_seconds:g} s.", headers={"Connection": "close"}
+                408, f"The body did not come within {host.client_seconds:g} s.", headers={"Connection": "close"}
             ) from None
         if part is None:
             return b"".join(parts)
         size += len(part)
-        if size > service.body_bytes:
+        if size > host.body_bytes:
             raise too_large
         parts.append(part)
 

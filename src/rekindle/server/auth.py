@@ -134,6 +134,7 @@ def check_settings(settings: ServerSettings, keys: ApiKeys) -> None:
     if settings.queue < 0:
         raise InvalidSetting(f"queue={settings.queue} makes no sense. Use 0 or more.")
     parse_duration(settings.stop_timeout)
+    parse_limit(settings.model_memory or 0, "model_memory")
     parse_duration(settings.quiet)
 
 

@@ -20,6 +20,7 @@ from rekindle.server.auth import Caller
 from rekindle.server.canonical import canonical_request
 from rekindle.server.errors import ApiError
 from rekindle.server.event_stream import EventStream, until_disconnect
+from rekindle.server.host import Host
 from rekindle.server.job import ChoiceEvent, Finished, Planned
 from rekindle.server.protocol import OPENAI, WireProtocol
 from rekindle.server.reply_parts import ReplyPart, reply_parts
@@ -46,15 +47,22 @@ class Call:
     """What an endpoint gets besides the body."""
 
     http: HttpRequest
-    service: Service
+    host: Host
     caller: Caller
     salt: str | None = None  # from the body or the query
     protocol: WireProtocol = OPENAI
+    opened: Service | None = None
+
+    @property
+    def service(self) -> Service:
+        """That of the model which the call names: for endpoints that need one."""
+        assert self.opened is not None
+        return self.opened
 
     @property
     def scope(self) -> Scope:
         """The caller's tenant, and the salt of the call."""
-        return self.service.scope(self.caller, self.salt)
+        return self.host.shared.scope(self.caller, self.salt)
 
     @property
     def stats_scope(self) -> Scope | None:
@@ -63,11 +71,11 @@ class Call:
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a model name stands for, "" for the base model. Raises `ApiError` 404 for unknown names."""
-        return self.service.names.adapter_of(name, [adapter.name for adapter in self.service.session.adapters])
+        return self.host.resolve(name).adapter
 
     def canonical(self, request: Request) -> tuple[Request, list[str]]:
         """The request without what no model should read, and the names of that."""
-        return canonical_request(request, self.service.settings.canonical)
+        return canonical_request(request, self.host.shared.settings.canonical)
 
     def ignored(self, body: RequestBody) -> list[str]:
         """The request fields that were ignored, for everybody or for this caller."""
@@ -98,7 +106,8 @@ class Call:
 
         Work that has not begun is then cancelled; work that has begun continues.
         """
-        working = asyncio.get_running_loop().run_in_executor(threads or self.service.side_threads, work)
+        threads = threads or (None if self.opened is None else self.opened.side_threads)
+        working = asyncio.get_running_loop().run_in_executor(threads, work)
 
         async def done() -> _Result:
             return await working
@@ -106,14 +115,8 @@ class Call:
         return await until_disconnect(self.http.receive, done())
 
     async def template(self) -> str:
-        """The model's chat template; the model is loaded for it if it rests."""
-        session = self.service.session
-
-        def read() -> str:
-            with session.staying():
-                return session.engine.tokenizer.template
-
-        return await self.in_thread(read)
+        """The model's chat template."""
+        return await self.in_thread(lambda: self.service.template)
 
     async def begin(self, events: AsyncGenerator[ChoiceEvent, None]) -> tuple[Reuse, AsyncGenerator[ChoiceEvent, None]]:
         """Wait until the first prompt is planned; its planned reuse, and the events that follow."""
@@ -141,7 +144,7 @@ class Call:
     def failed(self, outcome: str) -> None:
         """Count a request that ended without a reply: disconnected, 4xx, 5xx."""
         current_record().outcome = outcome
-        self.service.metrics.failed(self.scope, outcome)
+        self.host.shared.metrics.failed(self.scope, outcome)
 
     async def collect(self, events: AsyncGenerator[ChoiceEvent, None], count: int) -> tuple[Reuse, list[Reply]]:
         """All replies, and the reuse of the first prompt."""

@@ -41,13 +41,14 @@ class IdleThread:
         self._thread = threading.Thread(target=self._work, name="rekindle-idle", daemon=True)
         self._thread.start()
 
-    def arrive(self, request: Request) -> None:
-        """A request arrived: stop, and remember its tenant for later."""
-        scope = scope_of(self._session.settings, request.tenant, request.cache_salt)
+    def arrive(self, request: Request | None = None) -> None:
+        """A request arrived: stop, and remember its tenant for later. None: it is not known yet."""
         with self._changed:
             self._active += 1
             self._stop.set()
-        self._idle_of((scope.tenant, scope.salt), asked=True)
+        if request is not None:
+            scope = scope_of(self._session.settings, request.tenant, request.cache_salt)
+            self._idle_of((scope.tenant, scope.salt), asked=True)
 
     def leave(self) -> None:
         """A request ended."""
@@ -87,10 +88,11 @@ class IdleThread:
         while (stop := self._next()) is not None:
             with self._changed:
                 news, asked = self._news, list(reversed(self._whose))
-            for owner in dict.fromkeys([*asked, *self._session.knowledge.owners()]):
+            owners = [] if self._session.left else [*asked, *self._session.knowledge.owners()]
+            for owner in dict.fromkeys(owners):
                 if not stop.is_set():
                     _work_for(self._idle_of(owner), stop)
-            if not stop.is_set():
+            if not stop.is_set() and not self._session.left:
                 _work_for(self._calibration, stop)
             with self._changed:
                 if not stop.is_set() and news == self._news:

@@ -7,7 +7,9 @@ see all lines, and those of the whole machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,19 +21,29 @@ from rekindle.server.auth import Caller
 from rekindle.server.job import Event, Finished
 from rekindle.session.session import Session
 from rekindle.store import report
+from rekindle.store.tiered import TieredStore
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _NOT_SALTED = "no"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
+class MeasuredService(Protocol):
+    """What metrics read of the service of a model."""
+
+    model: str
+    session: Session
+    line: AdmissionQueue
+
+
 class Metrics:
-    def __init__(self, session: Session, line: AdmissionQueue) -> None:
+    def __init__(self, own_salt: str, models: Sequence[str], services: Callable[[], Sequence[MeasuredService]]) -> None:
+        """`own_salt` is the server's own, `models` are the names of all, `services` returns those of the open ones."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the time a series began is unused, and doubles the lines
-        self._own_salt = session.settings.cache_salt
+        self._own_salt = own_salt
         self._registry = CollectorRegistry()
         self._machine = CollectorRegistry()
-        self._machine.register(_Machine(session, line))
+        self._machine.register(_Machine(models, services))
         self._requests = self._counter(
             "rekindle_requests",
             "Requests, by how they ended: stop, length, timeout, disconnected, 4xx, 5xx.",
@@ -109,55 +121,64 @@ class _OfTenant:
 
 
 class _Machine:
-    """Metrics read at scrape time: the cache, the queue, the engine."""
+    """Metrics read at scrape time: the cache, the queues, the engines."""
 
-    def __init__(self, session: Session, line: AdmissionQueue) -> None:
-        self._session, self._line = session, line
+    def __init__(self, models: Sequence[str], services: Callable[[], Sequence[MeasuredService]]) -> None:
+        self._models, self._services = models, services
 
     def collect(self) -> Iterable[Metric]:
-        line, session = self._line, self._session
-        yield _gauge("rekindle_running_requests", "Requests being answered.", line.running)
-        yield _gauge("rekindle_queued_requests", "Requests waiting in the queue.", line.waiting)
-        yield _counter("rekindle_refused_requests", "Requests refused because the queue was full.", line.refused)
-        yield _gauge(
-            "rekindle_model_loaded", "1 while the model is in memory, 0 while it is unloaded.", not session.resting
-        )
-        writer, store = session.cache.writer, session.cache.store
-        if writer is not None:
-            yield _gauge("rekindle_write_backlog", "Jobs waiting to be written to the cache.", writer.backlog)
+        services = self._services()
+        lines, caches = [service.line for service in services], [service.session.cache for service in services]
+        running, waiting = sum(line.running for line in lines), sum(line.waiting for line in lines)
+        refused = sum(line.refused for line in lines)
+        yield _gauge("rekindle_running_requests", "Requests being answered.", running)
+        yield _gauge("rekindle_queued_requests", "Requests waiting in the queue.", waiting)
+        yield _counter("rekindle_refused_requests", "Requests refused because the queue was full.", refused)
+        loaded = GaugeMetricFamily("rekindle_model_loaded", "1 while a model is in memory, else 0.", labels=["model"])
+        in_memory = {service.model for service in services if not service.session.resting}
+        for name in self._models:
+            loaded.add_metric([name], float(name in in_memory))
+        yield loaded
+        writers = [cache.writer for cache in caches if cache.writer is not None]
+        if writers:
+            backlog = sum(writer.backlog for writer in writers)
+            yield _gauge("rekindle_write_backlog", "Jobs waiting to be written to the cache.", backlog)
             kept = CounterMetricFamily("rekindle_write_jobs", "Write jobs, by outcome.", labels=["outcome"])
-            for outcome, count in sorted(writer.outcomes.items()):
+            outcomes: Counts[str] = sum((Counts(writer.outcomes) for writer in writers), Counts())
+            for outcome, count in sorted(outcomes.items()):
                 kept.add_metric([outcome], count)
             yield kept
-        if store is None:
-            return
-        held = GaugeMetricFamily("rekindle_cache_bytes", "Size of a tier of the cache.", labels=["tier"])
-        limits = GaugeMetricFamily("rekindle_cache_limit_bytes", "Limit of a tier of the cache.", labels=["tier"])
-        used = report.used_bytes(store.disk)
-        for tier, size, limit in (
-            ("memory", store.memory.size_bytes, store.memory.limit_bytes),
-            ("disk", used, store.disk.room.limit_bytes(used)),
-        ):
-            held.add_metric([tier], size)
-            limits.add_metric([tier], limit)
-        evicted = CounterMetricFamily("rekindle_evicted_bytes", "Evicted from disk, by reason.", labels=["reason"])
-        for reason in ("new", "limit", "expired", "killed"):
-            evicted.add_metric([reason], store.disk.room.evicted_bytes[reason])
-        yield from (held, limits, evicted)
-        lately = report.written(store.disk, store.settings.write_budget_bytes)
-        written = GaugeMetricFamily("rekindle_written_bytes", "Written to disk lately.", labels=["window"])
-        written.add_metric(["hour"], lately["written_hour_bytes"])
-        written.add_metric(["day"], lately["written_day_bytes"])
-        yield written
-        if lately["write_budget_left_bytes"] is not None:
-            left = lately["write_budget_left_bytes"]
-            yield _gauge("rekindle_write_budget_left_bytes", "What may be written to disk now.", left)
-        counts = store.counts
-        yield _counter("rekindle_quarantined", "Entries quarantined because they were damaged.", counts.quarantined)
-        failures = CounterMetricFamily("rekindle_cache_failures", "Reads and writes that failed.", labels=["kind"])
-        failures.add_metric(["read"], counts.read_failures)
-        failures.add_metric(["write"], counts.write_failures)
-        yield failures
+        if stores := [cache.store for cache in caches if cache.store is not None]:
+            yield from _of_stores(stores)
+
+
+def _of_stores(stores: Sequence[TieredStore]) -> Iterable[Metric]:
+    """Those of the cache: one folder, which each model's store opens with memory of its own."""
+    disk, used = stores[0].disk, report.used_bytes(stores[0].disk)
+    memory = sum(store.memory.size_bytes for store in stores), sum(store.memory.limit_bytes for store in stores)
+    held = GaugeMetricFamily("rekindle_cache_bytes", "Size of a tier of the cache.", labels=["tier"])
+    limits = GaugeMetricFamily("rekindle_cache_limit_bytes", "Limit of a tier of the cache.", labels=["tier"])
+    for tier, size, limit in (("memory", *memory), ("disk", used, disk.room.limit_bytes(used))):
+        held.add_metric([tier], size)
+        limits.add_metric([tier], limit)
+    evicted = CounterMetricFamily("rekindle_evicted_bytes", "Evicted from disk, by reason.", labels=["reason"])
+    for reason in ("new", "limit", "expired", "killed"):
+        evicted.add_metric([reason], sum(store.disk.room.evicted_bytes[reason] for store in stores))
+    yield from (held, limits, evicted)
+    lately = report.written(disk, stores[0].settings.write_budget_bytes)
+    written = GaugeMetricFamily("rekindle_written_bytes", "Written to disk lately.", labels=["window"])
+    written.add_metric(["hour"], lately["written_hour_bytes"])
+    written.add_metric(["day"], lately["written_day_bytes"])
+    yield written
+    if lately["write_budget_left_bytes"] is not None:
+        left = lately["write_budget_left_bytes"]
+        yield _gauge("rekindle_write_budget_left_bytes", "What may be written to disk now.", left)
+    quarantined = sum(store.counts.quarantined for store in stores)
+    yield _counter("rekindle_quarantined", "Entries quarantined because they were damaged.", quarantined)
+    failures = CounterMetricFamily("rekindle_cache_failures", "Reads and writes that failed.", labels=["kind"])
+    failures.add_metric(["read"], sum(store.counts.read_failures for store in stores))
+    failures.add_metric(["write"], sum(store.counts.write_failures for store in stores))
+    yield failures
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:

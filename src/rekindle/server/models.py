@@ -20,28 +20,34 @@ from rekindle.server.schema import DetokenizeRequest, LoadAdapterRequest, Tokeni
 
 
 async def list_models(call: Call) -> Response:
-    """The models that are served: the language model, its adapters, and the embedder."""
+    """The models that are served: language models, loaded or not, their adapters, and the embedder."""
     return JSONResponse({"object": "list", "data": _models(call)})
 
 
 async def show_model(call: Call) -> Response:
     """One of the models that are served."""
-    wanted, models = call.http.path_params["name"], {model["id"]: model for model in _models(call)}
-    if wanted not in models:  # an alias, or MODEL:ADAPTER
-        wanted = call.adapter_of(wanted) or call.service.model
-    return JSONResponse(models[wanted])
+    wanted, models = call.http.path_params["name"], _models(call)
+    found = next((model for model in models if model["id"] == wanted), None)
+    if found is None:  # an alias, or MODEL:ADAPTER
+        meant = call.host.resolve(wanted)
+        parent = meant.model if meant.adapter else None
+        name = meant.adapter or meant.model
+        found = next(model for model in models if (model["id"], model.get("parent")) == (name, parent))
+    return JSONResponse(found)
 
 
 def _models(call: Call) -> list[dict[str, Any]]:
-    service, adapters = call.service, call.service.session.adapters
-    about = {"object": "model", "created": int(service.started), "owned_by": "rekindle"}
-    context = service.session.engine.context_tokens
-    own = {**about, "max_model_len": context, "capabilities": ["completion"]}
-    return [
-        {"id": service.model, **own},
-        *({"id": one.name, **own, "parent": service.model, "loaded": adapters.is_loaded(one)} for one in adapters),
-        {"id": service.session.settings.embedder, **about, "capabilities": ["embedding"]},
-    ]
+    shared = call.host.shared
+    about = {"object": "model", "created": int(shared.started), "owned_by": "rekindle"}
+    found: list[dict[str, Any]] = []
+    for model in call.host.models.values():
+        own = {**about, "capabilities": ["completion"]}
+        if model.service is not None:
+            own["max_model_len"] = model.service.session.engine.context_tokens
+        found.append({"id": model.name, **own, "loaded": model.loaded})
+        ready = set() if model.service is None else model.service.session.adapters.loaded_names()
+        found += [{"id": one, **own, "parent": model.name, "loaded": one in ready} for one in model.adapters]
+    return [*found, {"id": shared.session_settings.embedder, **about, "capabilities": ["embedding"]}]
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> Response:
@@ -54,11 +60,12 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Response:
 
 
 def _tokenized(call: Call, body: TokenizeRequest, given: str | None) -> Response:
-    tokens = _tokens(call, body, given)
-    if body.with_pieces:
-        call.check_tokens(tokens)
-    spell = call.service.session.engine.tokenizer.spell
-    shown: list[Any] = [{"id": t, "piece": spell([t])} for t in tokens] if body.with_pieces else tokens
+    with call.service.session.staying():
+        tokens = _tokens(call, body, given)
+        if body.with_pieces:
+            call.check_tokens(tokens)
+        spell = call.service.session.engine.tokenizer.spell
+        shown: list[Any] = [{"id": t, "piece": spell([t])} for t in tokens] if body.with_pieces else tokens
     return JSONResponse({"tokens": shown, "count": len(tokens), "max_model_len": call.service.reply_length().longest})
 
 
@@ -77,19 +84,23 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
     """The text of token ids."""
     call.adapter_of(body.model)
     call.check_tokens(body.tokens)
-    tokenizer = call.service.session.engine.tokenizer
-    if body.tokens and max(body.tokens) >= tokenizer.vocabulary_size:
-        raise ApiError(400, f"Token ids are below {tokenizer.vocabulary_size:,}.", param="tokens")
-    decoding = asyncio.get_running_loop().run_in_executor(call.service.side_threads, tokenizer.decode, body.tokens)
-    text = await decoding if body.tokens else ""
+    text = await call.in_thread(lambda: _decoded(call, body.tokens)) if body.tokens else ""
     return JSONResponse({"content": text, "prompt": text})
+
+
+def _decoded(call: Call, tokens: list[int]) -> str:
+    with call.service.session.staying():
+        tokenizer = call.service.session.engine.tokenizer
+        if max(tokens) >= tokenizer.vocabulary_size:
+            raise ApiError(400, f"Token ids are below {tokenizer.vocabulary_size:,}.", param="tokens")
+        return tokenizer.decode(tokens)
 
 
 async def load_adapter(call: Call, body: LoadAdapterRequest) -> Response:
     """Load a LoRA adapter from a folder on the server; it is served as a model under its name."""
     call.require_operator()
     service = call.service
-    if body.lora_name in (service.model, service.session.settings.embedder):
+    if body.lora_name in (*call.host.models, service.session.settings.embedder):
         raise ApiError(400, f"{body.lora_name!r} is the name of a model here. Use another.", param="lora_name")
     adapters = service.session.adapters
     adapter = await call.in_thread(lambda: adapters.load(body.lora_name, body.lora_path, body.scale))

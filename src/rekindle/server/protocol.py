@@ -66,7 +66,11 @@ def openai_error(problem: ApiError) -> dict[str, Any]:
     """An error in OpenAI's format, which our own endpoints use too."""
     by_status = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = by_status.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
-    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
+    message = problem.message
+    if problem.overflow is not None:  # in the words that clients look for
+        words = "This model's maximum context length is {1} tokens. However, your messages resulted in {0} tokens. {2}"
+        message = words.format(*problem.overflow, message)
+    return {"error": {"message": message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
 OPENAI = WireProtocol("OpenAI", openai_error, end="data: [DONE]\n\n")

@@ -10,7 +10,7 @@ from typing import Any
 from rekindle.core.request import Request
 from rekindle.server.anthropic.schema import MessagesRequest
 from rekindle.server.anthropic.translate import messages_request, translate_chat
-from rekindle.server.body import parse
+from rekindle.server.body import ReplyLength, parse
 from rekindle.server.ollama.schema import OllamaChatRequest
 from rekindle.server.ollama.translate import chat_request as ollama_request
 from rekindle.server.openai.request import chat_request
@@ -21,6 +21,7 @@ from rekindle.server.schema import ChatRequest
 _ANTHROPIC = frozenset(
     {"system", "stop_sequences", "context_management", "output_config", "input_schema", "tool_use_id"}
 )
+_NO_REPLY = ReplyLength(0, 0)  # only the prompt is read
 _OLLAMA = frozenset({"options", "tool_name"})
 _ANTHROPIC_BLOCKS = frozenset({"thinking", "redacted_thinking", "tool_use", "tool_result"})
 
@@ -31,14 +32,14 @@ def recorded_request(body: Mapping[str, Any], tenant: str) -> Request:
     fields = {key for one in objects for key in one}
     if "input" in body:
         responses = _parsed(ResponsesRequest, body)
-        request = responses_request(responses, translate_input(responses), tenant, 0)
+        request = responses_request(responses, translate_input(responses), tenant, _NO_REPLY)
     elif fields & _ANTHROPIC or any(one.get("type") in _ANTHROPIC_BLOCKS for one in objects):
         messages = _parsed(MessagesRequest, {"max_tokens": 0, **body})
-        request = messages_request(messages, translate_chat(messages), tenant, 0)
+        request = messages_request(messages, translate_chat(messages), tenant, _NO_REPLY)
     elif fields & _OLLAMA or any("thinking" in one for one in _objects(body.get("messages"))):
-        request = ollama_request(_parsed(OllamaChatRequest, body), tenant, 0)
+        request = ollama_request(_parsed(OllamaChatRequest, body), tenant, _NO_REPLY)
     else:
-        request = chat_request(_parsed(ChatRequest, body), tenant, 0)
+        request = chat_request(_parsed(ChatRequest, body), tenant, _NO_REPLY)
     return replace(request, min_tokens=0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from starlette.responses import Response
 
@@ -68,6 +68,7 @@ class Endpoint:
     streams: bool = False
     media_type: str = "application/json"
     protocol: WireProtocol = OPENAI
+    needs: Literal["model", "default", "nothing"] = "model"  # which must be open: the model that the body names
 
     @property
     def summary(self) -> str:
@@ -109,33 +110,35 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", answer_chat, ChatRequest, streams=True),
     Endpoint("POST", "/v1/completions", answer_completion, CompletionRequest, streams=True),
     Endpoint("POST", "/v1/responses", answer_responses, ResponsesRequest, streams=True, protocol=RESPONSES_API),
-    Endpoint("POST", "/v1/embeddings", answer_embeddings, EmbeddingsRequest),
+    Endpoint("POST", "/v1/embeddings", answer_embeddings, EmbeddingsRequest, needs="default"),
     Endpoint("POST", "/v1/messages", answer_messages, MessagesRequest, streams=True, protocol=ANTHROPIC),
     Endpoint("POST", "/v1/messages/count_tokens", count_tokens, CountTokensRequest, protocol=ANTHROPIC),
     Endpoint("POST", "/api/chat", replies.answer_ollama_chat, OllamaChatRequest, streams=True, protocol=OLLAMA),
     Endpoint("POST", "/api/generate", replies.answer_generate, GenerateRequest, streams=True, protocol=OLLAMA),
-    Endpoint("POST", "/api/embed", vectors.answer_embed, EmbedRequest, protocol=OLLAMA),
-    Endpoint("POST", "/api/embeddings", vectors.answer_old_embeddings, OldEmbeddingsRequest, protocol=OLLAMA),
-    Endpoint("GET", "/api/tags", model_info.list_tags, protocol=OLLAMA),
-    Endpoint("POST", "/api/show", model_info.show_tag, ModelBody, protocol=OLLAMA),
-    Endpoint("GET", "/api/ps", model_info.list_running, protocol=OLLAMA),
-    Endpoint("GET", "/api/version", model_info.show_version, protocol=OLLAMA),
-    Endpoint("POST", "/api/pull", model_files.pull_model, PullRequest, streams=True, protocol=OLLAMA),
-    Endpoint("DELETE", "/api/delete", model_files.delete_model, ModelBody, protocol=OLLAMA),
+    Endpoint("POST", "/api/embed", vectors.answer_embed, EmbedRequest, protocol=OLLAMA, needs="default"),
+    Endpoint(
+        "POST", "/api/embeddings", vectors.answer_old_embeddings, OldEmbeddingsRequest, protocol=OLLAMA, needs="default"
+    ),
+    Endpoint("GET", "/api/tags", model_info.list_tags, protocol=OLLAMA, needs="nothing"),
+    Endpoint("POST", "/api/show", model_info.show_tag, ModelBody, protocol=OLLAMA, needs="nothing"),
+    Endpoint("GET", "/api/ps", model_info.list_running, protocol=OLLAMA, needs="nothing"),
+    Endpoint("GET", "/api/version", model_info.show_version, protocol=OLLAMA, needs="nothing"),
+    Endpoint("POST", "/api/pull", model_files.pull_model, PullRequest, streams=True, protocol=OLLAMA, needs="nothing"),
+    Endpoint("DELETE", "/api/delete", model_files.delete_model, ModelBody, protocol=OLLAMA, needs="nothing"),
     Endpoint("POST", "/completion", answer_native_completion, NativeCompletionRequest, streams=True, protocol=LLAMACPP),
     Endpoint("POST", "/infill", answer_infill, InfillRequest, streams=True, protocol=LLAMACPP),
-    Endpoint("GET", "/props", slots.show_props, protocol=LLAMACPP),
-    Endpoint("GET", "/slots", slots.list_slots, protocol=LLAMACPP),
+    Endpoint("GET", "/props", slots.show_props, protocol=LLAMACPP, needs="default"),
+    Endpoint("GET", "/slots", slots.list_slots, protocol=LLAMACPP, needs="default"),
     Endpoint("POST", "/apply-template", slots.apply_template, ApplyTemplateRequest, protocol=LLAMACPP),
-    Endpoint("GET", "/v1/models", models.list_models),
-    Endpoint("GET", "/v1/models/{name:path}", models.show_model),
+    Endpoint("GET", "/v1/models", models.list_models, needs="nothing"),
+    Endpoint("GET", "/v1/models/{name:path}", models.show_model, needs="nothing"),
     Endpoint("POST", "/v1/load_lora_adapter", models.load_adapter, LoadAdapterRequest),
     Endpoint("POST", "/v1/unload_lora_adapter", models.unload_adapter, UnloadAdapterRequest),
     Endpoint("POST", "/tokenize", models.tokenize, TokenizeRequest),
     Endpoint("POST", "/detokenize", models.detokenize, DetokenizeRequest),
-    Endpoint("GET", "/", admin.greet, open=True),
-    Endpoint("GET", "/health", admin.health, open=True),
-    Endpoint("GET", "/metrics", admin.metrics, media_type="text/plain"),
+    Endpoint("GET", "/", admin.greet, open=True, needs="nothing"),
+    Endpoint("GET", "/health", admin.health, open=True, needs="nothing"),
+    Endpoint("GET", "/metrics", admin.metrics, media_type="text/plain", needs="nothing"),
     Endpoint("POST", f"{_OWN}/ask", knowledge.answer_question, AskRequest, streams=True),
     Endpoint("POST", f"{_OWN}/search", knowledge.search_documents, SearchRequest),
     Endpoint("POST", f"{_OWN}/documents", knowledge.add_documents, DocumentsRequest),
@@ -144,7 +147,7 @@ ENDPOINTS = (
     Endpoint("DELETE", f"{_OWN}/documents/{{name}}", knowledge.forget_document),
     Endpoint("GET", f"{_OWN}/library", knowledge.show_library),
     Endpoint("POST", f"{_OWN}/library/check", knowledge.check_library, LibraryCheckRequest),
-    Endpoint("GET", f"{_OWN}/server", admin.show_server),
+    Endpoint("GET", f"{_OWN}/server", admin.show_server, needs="nothing"),
     Endpoint("GET", f"{_OWN}/stats", admin.show_stats),
     Endpoint("GET", f"{_OWN}/entries", admin.list_entries),
     Endpoint("DELETE", f"{_OWN}/entries/{{name}}", admin.remove_entry),

@@ -348,12 +348,14 @@ class LoadAdapterRequest(RequestBody):
     lora_name: Text = Field(min_length=1, max_length=128, description="The model name for clients.")
     lora_path: Text = Field(min_length=1, max_length=4096, description="A folder saved by PEFT, on the server.")
     scale: Number = Field(1.0, description="Scaling factor of its effect.")
+    model: Text | None = Field(None, description="The model that it belongs to; default: the first.")
 
 
 class UnloadAdapterRequest(RequestBody):
     """The body of /v1/unload_lora_adapter."""
 
     lora_name: Text = Field(min_length=1, max_length=128)
+    model: Text | None = Field(None, description="The model that it belongs to; default: the first.")
 
 
 class CheckRequest(RequestBody):

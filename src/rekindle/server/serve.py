@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,25 +17,28 @@ from rekindle.idle.idle import IdleOptions
 from rekindle.machine import home_folder
 from rekindle.server.app import make_app
 from rekindle.server.auth import ApiKeys, check_settings
-from rekindle.server.service import Service
+from rekindle.server.host import Host, ServedModel
 from rekindle.session.session import Session
-from rekindle.settings import ServerSettings
+from rekindle.session.session_group import SessionGroup
+from rekindle.settings import ServerSettings, Settings
 
 _HEADER_BYTES = 64 << 10
 _UNREAD_SECONDS = 2  # for clients to read the end of their replies when the server stops
 
 
 class Server:
-    """A session behind a socket."""
+    """Models behind a socket."""
 
     def __init__(
         self,
-        session: Session,
+        models: Session | Sequence[ServedModel],
         settings: ServerSettings | None = None,
         keys: ApiKeys | None = None,
         idle: IdleOptions | None = None,
+        group: SessionGroup | None = None,
+        session_settings: Settings | None = None,
     ) -> None:
-        """Bind the port. `idle` replaces the idle work that the settings say.
+        """Bind the port. `models` is one whose session is open, or all, opened when requests name them. See `Host`.
 
         Raises `InvalidSetting`, also if the port is taken.
         """
@@ -44,8 +47,8 @@ class Server:
         check_settings(settings, keys)
         advice = "; `rekindle ps` tells whether a server of ours has it"
         self._socket = bind(settings.host, settings.port, advice)
-        service = Service(session, settings, keys, idle)
-        self.app = make_app(service)
+        self.host = Host(models, settings, keys, idle, group, session_settings)
+        self.app = make_app(self.host)
         client_seconds = parse_duration(settings.client_timeout)
         config = uvicorn.Config(
             self.app,
@@ -59,7 +62,7 @@ class Server:
             timeout_graceful_shutdown=_UNREAD_SECONDS,
             h11_max_incomplete_event_size=_HEADER_BYTES,
         )
-        self._uvicorn = HttpServer(config, service.drain)
+        self._uvicorn = HttpServer(config, self.host.drain)
 
     @property
     def url(self) -> str:
@@ -67,12 +70,18 @@ class Server:
         return url_of(self._socket)
 
     def run(self) -> None:
-        """Serve until a signal: replies may finish, their KV is kept, then the model is freed."""
-        with _registered(self.url, self.app.state.service.model):
+        """Open the default model and serve until a signal: replies may finish, their KV is kept, models are freed.
+
+        Raises what opening it raises.
+        """
+        self.host.start(self.stop)
+        with _registered(self.url, ", ".join(self.host.models)):
             self._uvicorn.run([self._socket])
+        if self.host.failure is not None:
+            raise self.host.failure
 
     def stop(self) -> None:
-        """Stop as after a signal; returns at once."""
+        """Stop serving, as a signal does. From any thread."""
         self._uvicorn.should_exit = True
 
     @contextmanager

@@ -1,20 +1,21 @@
-"""The service behind the API: one session, its admission queue, threads, metrics and apps."""
+"""The service of one model: its session, admission queue and threads; and what all models of a server share."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from rekindle.core.reply import TextPiece
 from rekindle.core.request import Request
 from rekindle.core.scope import Scope, scope_of
-from rekindle.core.size import keep_alive_seconds, parse_duration, parse_limit
+from rekindle.core.size import keep_alive_seconds, parse_duration
 from rekindle.engine.fairness import Requester
 from rekindle.errors import Cancelled
-from rekindle.idle.idle import IdleOptions
 from rekindle.server.admission_queue import AdmissionQueue
 from rekindle.server.auth import ApiKeys, Caller
 from rekindle.server.body import ReplyLength
@@ -23,60 +24,71 @@ from rekindle.server.errors import ApiError
 from rekindle.server.idle_thread import IdleThread
 from rekindle.server.job import ChoiceEvent, Event, Finished, ReplyJob
 from rekindle.server.metrics import Metrics
-from rekindle.server.model_names import ModelNames
 from rekindle.server.schema import CacheBody
 from rekindle.server.server_log import current_record
 from rekindle.session.session import Session
-from rekindle.settings import ServerSettings
+from rekindle.settings import ServerSettings, Settings
 
 if TYPE_CHECKING:
     from rekindle.cache.prefix_cache import Prefetch
 
 DEFAULT_PARALLEL = 8
 _LAST_TOKEN_SECONDS = 10.0  # for the token that is being computed when the time is up
-_LOOK_SECONDS = 0.1  # how often a server that stops looks whether it shall hurry
+
+
+@dataclass
+class Shared:
+    """What all models of a server share."""
+
+    settings: ServerSettings
+    session_settings: Settings
+    keys: ApiKeys
+    apps: ClientApps
+    metrics: Metrics
+    idle_thread: IdleThread | None = None
+    started: float = field(default_factory=time.time)
+
+    def scope(self, caller: Caller, salt: str | None) -> Scope:
+        """The scope of a caller and a salt; None: the server's own salt."""
+        return scope_of(self.session_settings, caller.tenant, salt)
 
 
 class Service:
-    """One per server. Used by one event loop; computing happens in threads."""
+    """One per model. Used by one event loop; computing happens in threads."""
 
-    def __init__(
-        self, session: Session, settings: ServerSettings, keys: ApiKeys, idle: IdleOptions | None = None
-    ) -> None:
-        """`idle` replaces the idle work that the settings say."""
+    def __init__(self, model: str, session: Session, shared: Shared) -> None:
+        """`model` is the name that it is served under."""
+        settings = shared.settings
+        self.model = model
         self.session = session
+        self.shared = shared
         session.adapters.loads_known = False  # only the operator decides what is served
         session.cache.owner_asks = False
-        self.settings = settings
-        self.keys = keys
-        self.body_bytes = parse_limit(settings.max_body, "max_body").resolve(0)
-        self.client_seconds = parse_duration(settings.client_timeout)
+        self.settings, self.apps, self.metrics, self.scope = settings, shared.apps, shared.metrics, shared.scope
         self._timeout_seconds = parse_duration(settings.timeout)
-        self.started = time.time()
         places = _places(session)
         self.line = AdmissionQueue(places, settings.queue, session.shares)
         self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
         self.side_threads = ThreadPoolExecutor(2, thread_name_prefix="rekindle-side")  # for work without a model
         self.ingesting = ThreadPoolExecutor(1, thread_name_prefix="rekindle-ingest")  # slow: it must not delay searches
-        self.apps = ClientApps()
-        self.names = ModelNames(self.model, settings.alias)
-        self.metrics = Metrics(session, self.line)
-        if idle is None and settings.idle:
-            idle = IdleOptions.of(settings)
-        self.idle_thread = None if idle is None else IdleThread(session, idle, parse_duration(settings.quiet))
-        self.stopping = False
-        self.calls: set[asyncio.Task[Any]] = set()  # of all endpoints
         self._tasks: dict[asyncio.Task[None], tuple[Scope, str]] = {}  # scope and app of each request
         self._jobs: set[ReplyJob] = set()  # those that are running
 
     @property
-    def model(self) -> str:
-        """The name of the model that is served."""
-        return self.session.engine.name
+    def idle_thread(self) -> IdleThread | None:
+        """What does idle work."""
+        return self.shared.idle_thread
 
-    def scope(self, caller: Caller, salt: str | None) -> Scope:
-        """The scope of a caller and a salt; None: the server's own salt."""
-        return scope_of(self.session.settings, caller.tenant, salt)
+    @cached_property
+    def template(self) -> str:
+        """The model's chat template; the model may have to be loaded for it, once."""
+        with self.session.staying():
+            return self.session.engine.tokenizer.template
+
+    def load(self) -> None:
+        """Load the model, if it rests."""
+        with self.session.awake():
+            pass
 
     def reply_length(self) -> ReplyLength:
         """How long replies may be."""
@@ -109,13 +121,13 @@ class Service:
             for job in jobs:
                 job.end()
             if not writing:
-                queue.put_nowait(too_late)
+                queue.put_nowait(late)
 
         # Not `wait_for`: cancelled at the moment an event arrives, it would swallow the cancellation.
-        loop, limit, too_late = asyncio.get_running_loop(), self._timeout_seconds, _too_late(self._timeout_seconds)
+        loop, limit, late = asyncio.get_running_loop(), self._timeout_seconds, too_late(self._timeout_seconds)
         timers = [
             loop.call_later(limit, time_is_up),
-            loop.call_later(limit + _LAST_TOKEN_SECONDS, queue.put_nowait, too_late),
+            loop.call_later(limit + _LAST_TOKEN_SECONDS, queue.put_nowait, late),
         ]
         tasks = [asyncio.create_task(self._follow(number, job, turn, owner, queue)) for number, job in enumerate(jobs)]
         left = len(tasks)
@@ -192,13 +204,8 @@ class Service:
             task.cancel()
         return len(own)
 
-    async def drain(self, in_a_hurry: Callable[[], bool]) -> None:
-        """Refuse new requests; let replies go on for the stop timeout, or until it is urgent, then end them."""
-        self.stopping = True
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + parse_duration(self.settings.stop_timeout)
-        while self.calls and loop.time() < deadline and not in_a_hurry():
-            await asyncio.wait(self.calls, timeout=_LOOK_SECONDS)
+    def cancel(self) -> None:
+        """Stop all requests, queued ones too."""
         for task in self._tasks:
             task.cancel()
 
@@ -206,8 +213,6 @@ class Service:
         """Stop all work, keep computed KV, free the model."""
         for job in list(self._jobs):
             job.cancel()
-        if self.idle_thread is not None:
-            self.idle_thread.close()
         self.threads.shutdown(wait=True)
         for threads in (self.side_threads, self.ingesting):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -221,7 +226,8 @@ def _places(session: Session) -> int:
     return session.settings.parallel or DEFAULT_PARALLEL
 
 
-def _too_late(limit: float) -> ApiError:
+def too_late(limit: float) -> ApiError:
+    """The error of a request that took longer than `limit` seconds."""
     return ApiError(
         504, f"The request took longer than {limit:g} s. Ask for less, or start the server with a longer --timeout."
     )

@@ -17,6 +17,7 @@ class KeepAlive:
         self._rest = rest
         self._lock = threading.Lock()
         self.users = 0
+        self.last_used = time.monotonic()
         self._leaves_at = 0.0
         self._closed = False
         self._timer: threading.Timer | None = None
@@ -34,6 +35,7 @@ class KeepAlive:
         finally:
             with self._lock:
                 self.users -= 1
+                self.last_used = time.monotonic()
                 self._start()
 
     def stay(self, seconds: float | None) -> None:
@@ -49,6 +51,13 @@ class KeepAlive:
         """Until it is freed; None while it is used, or if it stays for ever."""
         with self._lock:
             return None if self._timer is None else max(0.0, self._leaves_at - time.monotonic())
+
+    def rest(self) -> None:
+        """Free the model now, unless it is used."""
+        with self._lock:
+            if not self.users and not self._closed:
+                self._stop()
+                self._rest()
 
     def close(self) -> None:
         """Let nothing rest any more."""

@@ -19,8 +19,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ from rekindle.session.model_memo import AnsweringModel, ModelMemo
 from rekindle.session.open_cache import open_cache
 from rekindle.session.prompt import EncodedPrompts, PromptTokens, WrittenReplies, encode_prompt
 from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
+from rekindle.session.session_group import SessionGroup
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
 from rekindle.text.constraint import Constraint, GrammarBackend
@@ -95,9 +96,10 @@ class Session:
         model: str | os.PathLike[str] | Engine = "smollm2",
         *,
         progress: Progress | None = None,
+        group: SessionGroup | None = None,
         **settings: Unpack[SettingsLike],
     ) -> None:
-        """Load the model, pulling it first if it must be, and open the cache.
+        """Load the model, pulling it first if it must be, and open the cache. Sessions of a group share memory.
 
         Raises `ModelError`, `EngineMissing`, `InvalidSetting`, and `CacheUnusable` for a folder that was named.
         """
@@ -109,7 +111,9 @@ class Session:
         stays_seconds = None if stays is None else parse_duration(stays)
         self._owns_engine = isinstance(model, (str, os.PathLike))
         self._resting: ReloadableEngine | None = None
-        memo = ModelMemo(os.fspath(model), self.settings) if isinstance(model, (str, os.PathLike)) else None
+        self._group = group
+        self.model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.name
+        memo = ModelMemo(self.model, self.settings) if self._owns_engine else None
         loaded = self._load(model, progress)
         self.engine_kind = kind_of(self._resting.inner if self._resting else loaded)
         self._engine: Engine | None = self._sharing(loaded)
@@ -119,26 +123,32 @@ class Session:
         self._encoded = EncodedPrompts()
         self.cache = open_cache(self._engine, self.settings, self.adapters)
         # What another session kept in the user's own folder goes, too, if this one keeps nothing.
-        self.knowledge = Knowledge(
-            self.settings, purging(self.settings) if self.cache.store is None else self.cache.purge
-        )
+        purge = purging(self.settings) if self.cache.store is None else self.cache.purge
+        self.knowledge = Knowledge(self.settings, purge) if group is None else group.knowledge
         self.answers = Answers(self.settings, self.knowledge, self.adapters.digest, self._answering, memo)
         self._alive = KeepAlive(stays_seconds, self._rest)
         # A program that ends without closing its sessions still keeps what they computed.
         self._finalizer = weakref.finalize(self, self.cache.close)
+        if group is not None:
+            group.add(self)
 
     def _load(self, model: str | os.PathLike[str] | Engine, progress: Progress | None) -> Engine:
         stays = self.settings.keep_alive is None
         if isinstance(model, (str, os.PathLike)):
-            spec, options = os.fspath(model), EngineOptions.of(self.settings)
-            load = functools.partial(load_engine, spec, options, progress)
-            if stays and self.settings.parallel is None:
-                return load()
-            self._resting = ReloadableEngine(load)
+            if stays and self.settings.parallel is None and self._group is None:
+                return self._load_engine(progress)
+            self._resting = ReloadableEngine(functools.partial(self._load_engine, progress))
             return self._resting
         if not stays:
             raise InvalidSetting("keep_alive is for a model given by name: an engine that was given stays loaded.")
         return model
+
+    def _load_engine(self, progress: Progress | None) -> Engine:
+        options = EngineOptions.of(self.settings)
+        if self._resting is not None:  # again: the context is as long as it was, whatever is free now
+            options = options.with_context(self._resting.context_tokens)
+        load = functools.partial(load_engine, self.model, options, progress)
+        return load() if self._group is None else self._group.load(self, load)
 
     def _sharing(self, engine: Engine) -> Engine:
         """The engine, whose steps the requests share, if several are answered at the same time."""
@@ -160,6 +170,13 @@ class Session:
             self.adapters.unload_unused()
             self._resting.rest()
 
+    def leave(self) -> bool:
+        """Free the model now, unless it is used, and the memory of its KV, which stays on disk. Whether it is free."""
+        self._alive.rest()
+        if self.resting and self.cache.store is not None:
+            self.cache.store.memory.forget(self.cache.store.memory.names())
+        return self.resting
+
     def stay(self, seconds: float | None) -> bool:
         """Free the model after `seconds` without a request, from now on; None: never. False if it cannot be freed.
 
@@ -174,15 +191,35 @@ class Session:
         """The model stays loaded inside the block."""
         return self._alive.use()
 
+    @contextmanager
+    def awake(self, cancelled: IsCancelled | None = None) -> Iterator[None]:
+        """The model is loaded inside the block. Raises `Cancelled`, and as loading it does."""
+        if self._group is not None:
+            self._group.wait(self, cancelled)
+        with self._alive.use():
+            if self._resting is not None:
+                self._resting.wake(cancelled)
+            yield
+
     @property
     def resting(self) -> bool:
         """Whether the model is out of memory now, until the next request."""
         return self._resting is not None and self._resting.resting
 
     @property
+    def left(self) -> bool:
+        """Whether the model left the memory that it shares with others: loading it may cost another model its place."""
+        return self._group is not None and self.resting
+
+    @property
     def rests_in(self) -> float | None:
         """Seconds until the model is freed; None while it is used, or if it stays for ever."""
         return self._alive.seconds_left
+
+    @property
+    def last_used(self) -> float:
+        """When the last request ended, by `time.monotonic`."""
+        return self._alive.last_used
 
     @property
     def engine(self) -> Engine:
@@ -397,7 +434,7 @@ class Session:
         planned: OnPlanned | None,
         time_is_up: threading.Event | None = None,
     ) -> Generator[TextPiece, None, Reply]:
-        with self._alive.use(), self.adapters.use(request.adapter, cancelled) as adapter, ExitStack() as opened:
+        with self.awake(cancelled), self.adapters.use(request.adapter, cancelled) as adapter, ExitStack() as opened:
             settled = replace(request, adapter=adapter, answers=self.answers.chat_way(request))
             encoded = self._encoded.take(request)
             return (yield from self._reply(settled, encoded, cancelled, planned, time_is_up, opened))
@@ -486,7 +523,10 @@ class Session:
         self._alive.close()
         self._finalizer()
         self.answers.close()
-        self.knowledge.close()
+        if self._group is None:
+            self.knowledge.close()
+        else:
+            self._group.remove(self)
         if self._grammars is not None:
             self._grammars.close()
         engine, self._engine = self._engine, None

@@ -108,7 +108,8 @@ class Settings(_Loadable):
     context: int | None = setting(
         "model",
         None,
-        "Maximum number of tokens of context; none: all that the model has, with llamacpp up to 8192.",
+        "Maximum number of tokens of context; none: all that the model has, as far as their KV fits half of the memory "
+        "that is free when it is loaded.",
         anywhere=True,
     )
     threads: int | None = setting("model", None, "llamacpp, onnx: number of threads; none: one per core.")
@@ -351,6 +352,14 @@ class ServerSettings(_Loadable):
         (),
         "Further names of models, with commas between: 'claude-*=MODEL', or '*=MODEL' for all that nobody knows, where "
         "MODEL is a name of /v1/models. The flag may be given several times.",
+    )
+    model_memory: str | None = setting(
+        "server",
+        None,
+        "How much memory the loaded models take together, with the KV buffers of llama.cpp: bytes, 12GB, or 80% of the "
+        "memory of their device. A model is loaded when a request names it; others that no request uses leave for it, "
+        "the least recently used first. none: 80% where several models are served, no limit for one.",
+        kind=a_size("12GB, 80%"),
     )
     canonical: Literal["off", "default", "full"] = setting(
         "server",

@@ -117,10 +117,32 @@ def test_a_context_is_exactly_as_long_as_asked(context: int, tiny: Path, load: L
         engine.open(context + 1, engine.regime(context))
 
 
-def test_a_long_context_is_cut_to_what_memory_without_flash_attention_allows(tmp_path: Path, load: Load) -> None:
+def test_a_context_is_as_long_as_the_model_and_half_of_the_free_memory_allow(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_llama(tmp_path / "long.gguf", context=1 << 20)
-    assert load(path).context_tokens == 8192
+    monkeypatch.setattr("rekindle.engine.llamacpp.engine.free_memory", lambda: 64 << 20)
+    some, without_scores = load(path).context_tokens, load(path, flash_attention="on").context_tokens
+    assert 512 < some < without_scores < 1 << 20, "without flash attention, scores take memory, too"
+    assert load(path, kv_type="q8_0", flash_attention="on").context_tokens > without_scores
     assert load(path, context_tokens=9000).context_tokens == 9000
+    assert load(write_llama(tmp_path / "short.gguf", context=2048)).context_tokens == 2048
+
+
+def test_a_context_that_cannot_be_made_is_halved_unless_somebody_chose_it(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_llama(tmp_path / "long.gguf", context=1 << 16)
+    monkeypatch.setattr("rekindle.engine.llamacpp.engine.free_memory", lambda: 8 << 30)
+    make = llama.llama_init_from_model
+
+    def scarce(model: Any, parameters: Any) -> Any:
+        return make(model, parameters) if parameters.n_ctx < 10_000 else None
+
+    monkeypatch.setattr(llama, "llama_init_from_model", scarce)
+    assert load(path).context_tokens == 1 << 12
+    with pytest.raises(OutOfMemory, match="shorter context"):
+        load(path, context_tokens=1 << 15)
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)

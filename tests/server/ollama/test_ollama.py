@@ -138,11 +138,10 @@ def test_without_a_prompt_the_model_is_loaded_or_freed(served: Served) -> None:
 
 
 def test_thinking_is_named_where_the_template_has_no_switch(serve: Serve) -> None:
-    engine = thinker("<think>Hm.</think>Yes.")
-    served = serve(engine)
-    assert whole(served, "/api/chat", messages=USER, think=False)["rekindle"]["ignored"] == ["think"]
+    without, engine = serve(thinker("<think>Hm.</think>Yes.")), thinker("<think>Hm.</think>Yes.")
+    assert whole(without, "/api/chat", messages=USER, think=False)["rekindle"]["ignored"] == ["think"]
     engine.tokenizer.template += "{% if enable_thinking %}"
-    assert whole(served, "/api/generate", prompt="x", think="low")["rekindle"]["ignored"] == []
+    assert whole(serve(engine), "/api/generate", prompt="x", think="low")["rekindle"]["ignored"] == []
 
 
 def test_documents_and_reuse_of_rekindle_work_here_too(served: Served) -> None:

@@ -22,8 +22,9 @@ from transformers.utils import logging
 from rekindle.core.identity import digest_of_config, digest_of_fields
 from rekindle.core.request import Think
 from rekindle.core.size import count_of
+from rekindle.engine.context_length import Reserve
 from rekindle.engine.hf.decoder import ADVICE, refusal
-from rekindle.engine.hf.device import Placement, choose_placement
+from rekindle.engine.hf.device import Placement, choose_placement, total_memory
 from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, UnsupportedModel
 from rekindle.models.download import no_space
 from rekindle.models.files import digest_of_files
@@ -72,15 +73,19 @@ class Checkpoint:
     fingerprint: Callable[[], Fingerprint]
 
 
-def load_checkpoint(folder: Path, device: str, dtype: str) -> Checkpoint:
-    """Load a folder in Hugging Face form.
+def load_checkpoint(folder: Path, device: str, dtype: str, reserve: Reserve | None = None) -> Checkpoint:
+    """Load a folder in Hugging Face form; `reserve` makes room for it first.
 
     Raises `BrokenModel`, `NotAModel` or `UnsupportedModel`, and `InvalidSetting` for a device that is not there.
     """
     weights = check_folder(folder)
     with quiet_transformers():
         config = _load_config(folder)
-        placement = choose_placement(device, dtype, getattr(config.get_text_config(), "dtype", None) or torch.float32)
+        stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
+        placement = choose_placement(device, dtype, stored)
+        if reserve is not None:
+            numbers = sum(file.stat().st_size for file in weights) // stored.itemsize
+            reserve(numbers * placement.dtype.itemsize, total_memory(placement.device))
         model = _load_model(folder, config, placement)
         tokenizer = load_tokenizer(folder, model)
     config_digest = digest_of_config(config.to_dict())

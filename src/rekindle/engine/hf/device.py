@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch.backends import mkldnn
 
 from rekindle.errors import InvalidSetting
+from rekindle.machine import free_memory
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEVICES = ("cpu", "cuda", "mps")
@@ -50,6 +52,16 @@ def choose_placement(device: str = "auto", dtype: str = "auto", stored: torch.dt
         return Placement(chosen, DTYPES[dtype], "as set")
     picked, reason = _choose_dtype(chosen, stored)
     return Placement(chosen, picked, reason)
+
+
+def total_memory(device: torch.device) -> int:
+    """All memory of a device."""
+    return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total)
+
+
+def free_memory_on(device: torch.device) -> int:
+    """The memory of a device that is free now."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()
 
 
 def cpu_computes_bfloat16() -> bool:

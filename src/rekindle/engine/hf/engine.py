@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import torch
 import transformers
 from torch import Tensor, nn
@@ -18,17 +17,18 @@ from rekindle.core.identity import Identity
 from rekindle.core.kv import KvLayout, Span
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, HeldKv, Logits, MovedFeed, Row, StayingFeed
+from rekindle.engine.context_length import Reserve, choose_context
 from rekindle.engine.hf.checkpoint import Fingerprint, fingerprint_of, load_checkpoint
 from rekindle.engine.hf.cuda_graph import GraphRecorder, replayable
 from rekindle.engine.hf.decoder import TESTED_FAMILIES, Decoder, refusal
-from rekindle.engine.hf.device import Placement, stable_matmul
+from rekindle.engine.hf.device import Placement, free_memory_on, stable_matmul, total_memory
 from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots, decodes_on
 from rekindle.engine.hf.row_batch import ForwardBatch, own_sequence
 from rekindle.engine.hf.sequence import BufferPool, TorchSequence
 from rekindle.engine.hooks import KvDrift, Probe
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
-from rekindle.errors import Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
+from rekindle.errors import Closed, OutOfMemory, StepRefused, UnsupportedModel
 from rekindle.models.files import ModelFiles
 from rekindle.text.base import Tokenizer
 
@@ -51,6 +51,7 @@ class HfEngine:
         placement: Placement,
         context_tokens: int | None = None,
         fingerprint: Callable[[], Fingerprint] | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         """Drive `model` as it is. `fingerprint` identifies its files; without it, its tensors are hashed."""
         self.name = name
@@ -68,7 +69,8 @@ class HfEngine:
         self._slots = PinnedSlots() if self._decoder.device.type == "cuda" else None
         self._lock = threading.Lock()
         self.longest_context = int(getattr(self._live().config, "max_position_embeddings", 0) or 2048)
-        self.context_tokens = self._choose_context(context_tokens)
+        self.memory_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        self.context_tokens = self._choose_context(context_tokens, reserve)
         self._recorder = GraphRecorder.for_decoder(self._decoder, self.context_tokens)
         self.prefill_tokens = _PREFILL_TOKENS[model.device.type]
         self.parameters = sum(weights.numel() for weights in model.parameters())  # shared ones once
@@ -83,13 +85,19 @@ class HfEngine:
 
     @classmethod
     def load(
-        cls, files: ModelFiles, *, device: str = "auto", dtype: str = "auto", context_tokens: int | None = None
+        cls,
+        files: ModelFiles,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        context_tokens: int | None = None,
+        reserve: Reserve | None = None,
     ) -> HfEngine:
         """Load a model folder; a GGUF file must have been converted (see `checkpoint.convert_gguf`).
 
-        Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `InvalidSetting`.
+        Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `InvalidSetting`, and what `reserve` raises.
         """
-        loaded = load_checkpoint(files.folder, device, dtype)
+        loaded = load_checkpoint(files.folder, device, dtype, reserve)
         return cls(
             loaded.model,
             loaded.tokenizer,
@@ -97,6 +105,7 @@ class HfEngine:
             placement=loaded.placement,
             context_tokens=context_tokens,
             fingerprint=loaded.fingerprint,
+            reserve=reserve,
         )
 
     @property
@@ -107,9 +116,7 @@ class HfEngine:
 
     @property
     def device_bytes(self) -> int:
-        device = self.placement.device
-        total = psutil.virtual_memory().total if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
-        return int(total)
+        return total_memory(self.placement.device)
 
     @property
     def arithmetic(self) -> str:
@@ -277,18 +284,17 @@ class HfEngine:
                 "Compute the context again in a sequence of the next regime."
             )
 
-    def _choose_context(self, wanted: int | None) -> int:
-        longest, rope = self.longest_context, self._live().rope
-        if wanted is None:
-            return longest
-        if rope.fixed_length is not None and wanted > rope.fixed_length:
+    def _choose_context(self, wanted: int | None, reserve: Reserve | None) -> int:
+        rope = self._live().rope
+        if wanted is not None and rope.fixed_length is not None and wanted > rope.fixed_length:
             raise UnsupportedModel(
                 f"--context {wanted} is beyond the {rope.fixed_length:,} tokens of this model's dynamic RoPE, which "
                 "changes all KV with every further token. Use a smaller one, or a model with another RoPE."
             )
-        if not 0 < wanted <= longest:
-            raise InvalidSetting(f"--context {wanted} is out of range: this model takes 1 to {longest:,} tokens.")
-        return wanted
+        free = free_memory_on(self.placement.device)
+        if reserve is not None:
+            free = min(free, reserve(self.memory_bytes, self.device_bytes) - self.memory_bytes)
+        return choose_context(wanted, self.longest_context, self.layout.token_bytes, free)
 
     def _check_against_model(self) -> None:
         """An untested family must reproduce the model's own logits, whole and in pieces, or is refused."""

@@ -17,6 +17,7 @@ from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import PAGES, Kv, Span
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row
+from rekindle.engine.context_length import Reserve
 from rekindle.engine.llamacpp.c_api import llama
 from rekindle.engine.llamacpp.kv_buffer import BatchTokens, KvBuffer
 from rekindle.engine.llamacpp.loaded_model import LoadedContext, LoadedModel, build, version
@@ -28,6 +29,7 @@ from rekindle.engine.llamacpp.state import HEAD_BYTES, Staging, StateLayout, Unk
 from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
 from rekindle.engine.row_checks import CheckedRow, check_next_tokens, check_rows
 from rekindle.errors import Closed, NotAModel, StepRefused, UnsupportedModel
+from rekindle.machine import free_memory
 from rekindle.models.files import ModelFiles, digest_of_files
 
 log = logging.getLogger("rekindle.llamacpp")
@@ -47,14 +49,23 @@ class LlamaCppEngine:
     """
 
     def __init__(
-        self, files: ModelFiles, options: LlamaOptions, progress: Callable[[float], None] | None = None
+        self,
+        files: ModelFiles,
+        options: LlamaOptions,
+        progress: Callable[[float], None] | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
-        """Load it. Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `OutOfMemory` or `InvalidSetting`."""
+        """Load it; `reserve` makes room first.
+
+        Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `OutOfMemory` or `InvalidSetting`.
+        """
         if files.gguf is None:
             raise NotAModel(f"llama.cpp needs a GGUF file, and {files.name} has none. Use engine='hf' for it.")
         self.name = files.name
         self.files = files
         self.options = options
+        if reserve is not None:
+            reserve(_size_bytes(files), self.device_bytes)
         self.loaded_model = LoadedModel(files.gguf, options, progress)
         self._held = ExitStack()  # freed in reverse order, also if the engine is never closed
         self._held.callback(self.loaded_model.close)
@@ -65,13 +76,18 @@ class LlamaCppEngine:
             if not self.loaded_model.has_decoder:
                 raise UnsupportedModel(f"{files.gguf} does not generate text. Use a decoder such as smollm2.")
             self.tokenizer = GgufTokenizer(self.loaded_model)
-            self._start(options)
+            self._start(options, reserve)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, options: LlamaOptions) -> None:
-        context = LoadedContext(self.loaded_model, options)
+    def _start(self, options: LlamaOptions, reserve: Reserve | None) -> None:
+        weights = _size_bytes(self.files)
+        room = free_memory()  # where weights are mapped, they count as free
+        if reserve is not None:
+            room = min(room, reserve(weights + self.loaded_model.usual_context_bytes(options), self.device_bytes))
+        context = LoadedContext(self.loaded_model, options, room - weights)
+        self.memory_bytes = weights + context.memory_bytes
         self.context_tokens, self.longest_context = context.tokens, self.loaded_model.trained_tokens
         self.prefill_tokens = context.batch_tokens
         self.parameters, self.attention = self.loaded_model.parameters, self.loaded_model.attention
@@ -335,6 +351,10 @@ def _owner_of(engine: weakref.ref[LlamaCppEngine]) -> Callable[[], bytes]:
         return bytes.fromhex(alive.identity(alive.regime(1)).digest)
 
     return owner
+
+
+def _size_bytes(files: ModelFiles) -> int:
+    return sum(part.stat().st_size for part in files.parts)
 
 
 def _number(sequence: LlamaSequence) -> int:

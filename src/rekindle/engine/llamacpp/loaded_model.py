@@ -14,17 +14,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
+from rekindle.engine.context_length import choose_context
 from rekindle.engine.llamacpp.c_api import AbortCallback, LogCallback, ProgressCallback, llama
-from rekindle.engine.llamacpp.options import KV_TYPES, MAX_SEQUENCES, PLAIN_KV_TYPES, LlamaOptions
+from rekindle.engine.llamacpp.options import KV_BITS, KV_TYPES, MAX_SEQUENCES, PLAIN_KV_TYPES, LlamaOptions
 from rekindle.errors import BrokenModel, Closed, InvalidSetting, OutOfMemory, UnsupportedModel
 from rekindle.machine import usable_cores
 
 log = logging.getLogger("rekindle.llamacpp")
 
 _ROUND_TOKENS = 256  # llama.cpp computes over cells in steps of this
-_CONTEXT_TOKENS = 8192  # by default: without flash attention, memory grows with it, used or not
+_USUAL_TOKENS = 8192  # others leave memory for a context of these, not for a longer one
 _SPARE_TOKENS = 4096  # of the buffer, beside one full context
 _FLASH = {"auto": -1, "off": 0, "on": 1}
 _ERROR, _CONTINUED = 4, 5  # levels of ggml's log
@@ -87,7 +86,7 @@ class LoadedModel:
     @property
     def original_tokens(self) -> int | None:
         """The length past which its rotary embedding has other frequencies, if any."""
-        original = self.metadata(f"{self.metadata('general.architecture')}.rope.scaling.original_context_length")
+        original = self.metadata(f"{self.architecture}.rope.scaling.original_context_length")
         return None if original is None else int(original)
 
     def metadata(self, key: str) -> str | None:
@@ -99,12 +98,26 @@ class LoadedModel:
         llama.llama_model_meta_val_str(self._pointer, key.encode(), buffer, needed + 1)
         return buffer.value.decode("utf-8", errors="replace")
 
-    def kv_token_bytes(self) -> int:
-        """About the bytes of a token's KV in 16-bit floats, from the header."""
-        heads = llama.llama_model_n_head(self._pointer)
-        dim = llama.llama_model_n_embd(self._pointer) // max(1, heads)
+    def kv_token_bytes(self, options: LlamaOptions) -> int:
+        """About the bytes that a context takes for each token: its KV, and without flash attention the scores of the
+        tokens that are computed at once, which are allocated for the whole context."""
+        heads = max(1, llama.llama_model_n_head(self._pointer))
+        dim = int(self.metadata(f"{self.architecture}.attention.key_length") or 0)
+        dim = dim or llama.llama_model_n_embd(self._pointer) // heads
         layers, kv_heads = llama.llama_model_n_layer(self._pointer), llama.llama_model_n_head_kv(self._pointer)
-        return int(2 * 2 * layers * max(1, kv_heads) * dim)
+        kv = int(2 * layers * max(1, kv_heads) * dim * KV_BITS[options.kv_type] / 8)
+        scores = 4 * heads * options.micro_batch_tokens
+        return kv + (scores if _choose_flash(options, on_gpu=self.on_gpu) == "off" else 0)
+
+    def usual_context_bytes(self, options: LlamaOptions) -> int:
+        """What other models leave memory for: the wanted context, else one of the usual length."""
+        tokens = options.context_tokens or min(self.trained_tokens, _USUAL_TOKENS)
+        return (tokens + min(tokens, _SPARE_TOKENS)) * self.kv_token_bytes(options)
+
+    @property
+    def architecture(self) -> str | None:
+        """The family, as llama.cpp names it."""
+        return self.metadata("general.architecture")
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -142,11 +155,28 @@ class _ProgressListener:
 class LoadedContext:
     """A context with one KV buffer of `cells` tokens for all sequences. Not thread-safe."""
 
-    def __init__(self, model: LoadedModel, options: LlamaOptions) -> None:
-        """Raises `OutOfMemory` or `InvalidSetting`."""
-        said = capture_log()
-        said.clear()
-        self.tokens = _choose_context(model, options)
+    def __init__(self, model: LoadedModel, options: LlamaOptions, free_bytes: int = 0) -> None:
+        """A context whose length nobody chose takes a part of the free memory, and is halved until it fits.
+
+        Raises `OutOfMemory` or `InvalidSetting`.
+        """
+        token_bytes = model.kv_token_bytes(options)
+        self.tokens = choose_context(options.context_tokens, model.trained_tokens, token_bytes, free_bytes)
+        while not (pointer := self._make(model, options)):
+            if options.context_tokens is not None or self.tokens <= _ROUND_TOKENS:
+                raise OutOfMemory(
+                    f"llama.cpp makes no context of {self.cells:,} tokens ({_tell(capture_log())}). Use a shorter "
+                    "context, kv_type='q8_0', or a smaller kv_tokens."
+                )
+            self.tokens //= 2
+        self._pointer = pointer
+        self.memory_bytes = self.cells * token_bytes
+        self.memory = llama.llama_get_memory(self._pointer)
+        self._abort = ctypes.create_string_buffer(2)  # a C string: empty or not
+        llama.llama_set_abort_callback(self._pointer, _is_not_empty(), ctypes.addressof(self._abort))
+
+    def _make(self, model: LoadedModel, options: LlamaOptions) -> Any:
+        capture_log().clear()
         wanted = options.kv_tokens or self.tokens + min(self.tokens, _SPARE_TOKENS)
         self.cells = _rounded(max(wanted, self.tokens))
         held = self.cells + _ROUND_TOKENS  # some spare: rotating moved keys computes a token
@@ -179,15 +209,7 @@ class LoadedContext:
         parameters.flash_attn_type = _FLASH[self.flash_attention]
         parameters.no_perf = True
         self.threads = threads
-        self._pointer = llama.llama_init_from_model(model.pointer, parameters)
-        if not self._pointer:
-            raise OutOfMemory(
-                f"llama.cpp makes no context of {self.cells:,} tokens ({_tell(said)}). Use a shorter context, "
-                "kv_type='q8_0', or a smaller kv_tokens."
-            )
-        self.memory = llama.llama_get_memory(self._pointer)
-        self._abort = ctypes.create_string_buffer(2)  # a C string: empty or not
-        llama.llama_set_abort_callback(self._pointer, _is_not_empty(), ctypes.addressof(self._abort))
+        return llama.llama_init_from_model(model.pointer, parameters)
 
     @property
     def pointer(self) -> Any:
@@ -245,18 +267,6 @@ def _is_not_empty() -> Any:
     """A C function that tells whether a string is empty: called between operations, without the GIL."""
     library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
     return ctypes.cast(library.strlen, AbortCallback)
-
-
-def _choose_context(model: LoadedModel, options: LlamaOptions) -> int:
-    longest: int = model.trained_tokens
-    if options.context_tokens is not None:
-        if not 0 < options.context_tokens <= longest:
-            raise InvalidSetting(
-                f"--context {options.context_tokens} is out of range: this model takes 1 to {longest:,} tokens."
-            )
-        return options.context_tokens
-    affordable = int(psutil.virtual_memory().total) // 8 // max(1, model.kv_token_bytes())
-    return min(longest, _CONTEXT_TOKENS, max(512, affordable // _ROUND_TOKENS * _ROUND_TOKENS))
 
 
 def _choose_flash(options: LlamaOptions, *, on_gpu: bool) -> Literal["auto", "on", "off"]:

@@ -9,6 +9,7 @@ from rekindle.errors import InvalidSetting, nearest
 
 # ggml's numbers of types
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5}  # of a number
 _LARGEST = 1 << 31
 MAX_SEQUENCES = 255  # and one spare
 PLAIN_KV_TYPES = ("f32", "f16", "bf16")

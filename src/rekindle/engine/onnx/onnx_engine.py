@@ -15,6 +15,7 @@ from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, HeldKv, Logits, Row
+from rekindle.engine.context_length import Reserve, choose_context
 from rekindle.engine.onnx.folder_tokenizer import load_tokenizer
 from rekindle.engine.onnx.graph_runner import GraphRunner, as_float32
 from rekindle.engine.onnx.kv_buffers import MAX_SLOTS, PackedKv, SlabKv, SlabPool
@@ -23,7 +24,8 @@ from rekindle.engine.onnx.onnx_sequence import OnnxSequence
 from rekindle.engine.row_checks import CheckedRow, check_next_tokens, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.engine.threaded_job import ThreadedJob, stop_if
-from rekindle.errors import AdapterRefused, Cancelled, Closed, InvalidSetting, NotAModel, StepRefused, UnsupportedModel
+from rekindle.errors import AdapterRefused, Cancelled, Closed, NotAModel, StepRefused, UnsupportedModel
+from rekindle.machine import free_memory
 from rekindle.models.files import ModelFiles, digest_of_files
 from rekindle.models.hf_folder import template_digest, tokenizer_digest
 from rekindle.models.onnx_folder import read_onnx_model
@@ -43,8 +45,11 @@ class OnnxEngine:
     it reads.
     """
 
-    def __init__(self, files: ModelFiles, options: OnnxOptions) -> None:
-        """Load it. Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `OutOfMemory` or `InvalidSetting`."""
+    def __init__(self, files: ModelFiles, options: OnnxOptions, reserve: Reserve | None = None) -> None:
+        """Load it; `reserve` makes room first.
+
+        Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `OutOfMemory` or `InvalidSetting`.
+        """
         if files.onnx is None:
             raise NotAModel(f"{files.name} has no ONNX graph. Make one with: rekindle pull {files.name} --format onnx")
         self.name = files.name
@@ -53,7 +58,13 @@ class OnnxEngine:
         steady = model.layout.dtype == "float32"  # with fewer bits a step of several tokens rounds otherwise
         self.capabilities = Capabilities(layer_feeds=False, recompute="none", probes=False, steady=steady)
         self.longest_context = model.context_tokens
-        self.context_tokens = _choose_context(options.context_tokens, model.context_tokens)
+        self.memory_bytes = sum(file.stat().st_size for file in model.graph.weights)
+        free = free_memory()
+        if reserve is not None:
+            free = min(free, reserve(self.memory_bytes, self.device_bytes))
+        self.context_tokens = choose_context(
+            options.context_tokens, self.longest_context, self.layout.token_bytes, free - self.memory_bytes
+        )
         self.parameters = model.graph.parameters
         self.attention = model.query_heads * sum(shape.key_dim for shape in model.layout.layers)
         self.tokenizer = load_tokenizer(model.folder, model.stop_ids, model.vocabulary_size)
@@ -286,12 +297,6 @@ def _groups(rows: Sequence[CheckedRow], sequences: Sequence[OnnxSequence], *, to
 def _slab_of(sequence: OnnxSequence) -> SlabKv:
     assert isinstance(sequence.kv, SlabKv)
     return sequence.kv
-
-
-def _choose_context(wanted: int | None, longest: int) -> int:
-    if wanted is not None and not 0 < wanted <= longest:
-        raise InvalidSetting(f"--context {wanted} is out of range: this model takes 1 to {longest:,} tokens.")
-    return wanted or longest
 
 
 def _refuse_adapter(source: Any) -> NoReturn:

@@ -63,11 +63,16 @@ async def count_tokens(call: Call, body: CountTokensRequest) -> Response:
     call.adapter_of(body.model)
     chat = translate_chat(body)
     request, dropped = call.canonical(Request.of(chat.messages, tools=chat.tools))
-    tokenizer = call.service.session.engine.tokenizer
     messages = [message for message in request.prompt if isinstance(message, Message)]
-    tokens = await call.in_thread(lambda: tokenizer.encode_chat(messages, tools=request.tools))
+    session = call.service.session
+
+    def count() -> int:
+        with session.staying():
+            return len(session.engine.tokenizer.encode_chat(messages, tools=request.tools))
+
+    tokens = await call.in_thread(count)
     about = {"ignored": sorted([*call.ignored(body), *chat.ignored, *dropped])}
-    return JSONResponse({"input_tokens": len(tokens), "rekindle": about})
+    return JSONResponse({"input_tokens": tokens, "rekindle": about})
 
 
 def _usage(body: MessagesRequest, reuse: Reuse, written: int) -> dict[str, int]:

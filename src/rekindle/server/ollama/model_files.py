@@ -28,7 +28,7 @@ async def pull_model(call: Call, body: PullRequest) -> Response:
     spec = _spec(body)
     if not (spec in NAMED or spec.startswith(ollama.PREFIX) or HUB_NAME.fullmatch(spec)):  # no path of this machine
         raise ApiError(404, f"model: {spec!r} is no name of a model. Give one (smollm2), ollama:NAME or ORG/NAME.")
-    last = {"status": "success", "rekindle": {"served": spec == call.service.model, "ignored": body.ignored()}}
+    last = {"status": "success", "rekindle": {"served": spec in call.host.models, "ignored": body.ignored()}}
     lines = _progress(spec, last)
     if body.stream is not False:
         return EventStream(OLLAMA, lines, {}, lines, call.failed)
@@ -69,7 +69,7 @@ async def delete_model(call: Call, body: ModelBody) -> Response:
     """Remove a pulled model; files used in place stay."""
     call.require_operator()
     spec = _spec(body)
-    if spec == call.service.model:
+    if spec in call.host.models:
         raise ApiError(409, f"{spec!r} is served here. Stop the server first, then: rekindle rm {spec}.")
     await call.in_thread(lambda: registry.remove(spec))
     return JSONResponse({})

@@ -16,7 +16,6 @@ from rekindle.core.tools import ToolCall
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
 from rekindle.server.job import Finished
-from rekindle.server.ollama.model_info import adapter_named
 from rekindle.server.ollama.schema import GenerateRequest, OllamaBody, OllamaChatRequest
 from rekindle.server.ollama.translate import (
     call_of,
@@ -110,7 +109,7 @@ async def answer_generate(call: Call, body: GenerateRequest) -> Response:
 
 def _model(call: Call, body: OllamaBody) -> str:
     """The model that answers: an adapter, or the base model. Raises `ApiError` 404."""
-    return adapter_named(call, body.model) or call.service.model
+    return call.adapter_of(body.model) or call.service.model
 
 
 async def _load(call: Call, body: OllamaBody, model: str, fields: Mapping[str, Any]) -> Response:
@@ -119,7 +118,7 @@ async def _load(call: Call, body: OllamaBody, model: str, fields: Mapping[str, A
     frees = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0 and call.caller.operator
     service.turn(call.caller, body)
     if not frees:
-        await call.template()
+        await call.in_thread(service.load)
     reason = {"done": True, "done_reason": "unload" if frees else "load"}
     seconds = time.perf_counter() - started
     about = {"ignored": sorted([*call.ignored(body), *ignored_options(body, service.session.engine.context_tokens)])}

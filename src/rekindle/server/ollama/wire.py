@@ -10,7 +10,11 @@ from rekindle.server.protocol import WireProtocol, to_json
 
 
 def _error(problem: ApiError) -> dict[str, Any]:
-    return {"error": problem.message}
+    if problem.overflow is None:
+        return {"error": problem.message}
+    return {
+        "error": "the input length exceeds the context length: {} > {}. {}".format(*problem.overflow, problem.message)
+    }
 
 
 def _line(item: Mapping[str, Any]) -> str:

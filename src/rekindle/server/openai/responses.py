@@ -23,7 +23,7 @@ from rekindle.text.tools.parse import CallDelta
 
 
 def _failed_event(problem: ApiError) -> dict[str, Any]:
-    error = {"code": problem.code or "server_error", "message": problem.message}
+    error = {"code": problem.code or "server_error", "message": openai_error(problem)["error"]["message"]}
     return {"type": "response.failed", "response": {"object": "response", "status": "failed", "error": error}}
 
 
