@@ -193,11 +193,12 @@ def test_nothing_in_documents_steers_the_terminal(run: Run, files: Path) -> None
     assert first.exit_code == 1 and "1 problem" in first.stdout
     assert_tame(first.output)
     (name,) = (entry["name"] for entry in listed(run).values() if "bell" in entry["title"])
-    for command in (["ls"], ["show", name], ["search", "walrus"], ["stats"], ["rm", name]):
-        result = run("knowledge", *command)
+    knowledge = (["knowledge", *words] for words in (["ls"], ["show", name], ["search", "walrus"], ["stats"]))
+    for command in (*knowledge, ["forget", name]):
+        result = run(*command)
         assert result.exit_code == 0, result.exception
         assert_tame(result.output)
-        if command[0] in ("show", "search"):
+        if command[1] in ("show", "search"):
             assert "ESCAPE" in result.output or "U+001B" in result.output
             assert "[bold]walrus[/bold] [/]" in result.output
 
