@@ -42,6 +42,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),
+    ("rekindle", 660, 6, "the page at / (recent_requests, usage_log, server/page), `rekindle top`, the source of every "
+     "token of a prompt (Reuse.by_source, source_spans), bars in notebooks"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
 )  # fmt: skip
 

@@ -70,7 +70,8 @@ def serve(
         if session.adapters.load_text(text).name == session.engine.name:
             raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
     running = Server(session, settings, keys)
-    notes.print(f"{session.engine.name} at {running.url}/v1 (its endpoints: {running.url}/docs)", soft_wrap=True)
+    page = f"its page: {running.url}/, " if settings.page else ""
+    notes.print(f"{session.engine.name} at {running.url}/v1 ({page}its endpoints: {running.url}/docs)", soft_wrap=True)
     with ExitStack() as opened:
         if SUPPORTED:
             from rekindle.daemon.answering import accepting_commands

@@ -25,6 +25,7 @@ from rekindle.server.call import PLAN_HEADER, Call
 from rekindle.server.errors import ApiError, api_error_of
 from rekindle.server.event_stream import ClientGone
 from rekindle.server.openapi import docs_page, openapi_document
+from rekindle.server.page.static_files import page_files
 from rekindle.server.routes import ENDPOINTS, Endpoint, protocol_of
 from rekindle.server.service import Service
 
@@ -45,13 +46,15 @@ def make_app(service: Service) -> Starlette:
     routes = [_route(path, service) for path in dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)]
     description, shown = _description()
     pages = {"/openapi.json": JSONResponse(description), "/docs": HTMLResponse(shown)}
+    if service.settings.page:
+        pages |= page_files()
     routes += [Route(path, _static(response)) for path, response in pages.items()]
 
     def refused(path: str, problem: ApiError) -> Response:
         service.metrics.failed(Scope(NOBODY), problem.outcome)
         return protocol_of(path).error_response(problem)
 
-    middleware = [Middleware(OriginGuard, settings=service.settings, refused=refused, pages=tuple(pages))]
+    middleware = [Middleware(OriginGuard, settings=service.settings, refused=refused, pages=("/", *pages))]
     if service.settings.cors_origin:
         allowed, exposed = list(service.settings.cors_origin), [PLAN_HEADER, "Retry-After"]
         middleware.insert(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from rekindle.cache.prefix_cache import PromptPrefill
 from rekindle.core.reply import Reply, Reuse, TextPiece
 from rekindle.core.request import Request
 from rekindle.engine.fairness import Requester, taking
@@ -19,6 +20,7 @@ class Planned:
     """The planned reuse of the prompt, known before prefill."""
 
     reuse: Reuse
+    prefill: PromptPrefill | None = None  # None for a stored answer
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class ReplyJob:
 
     def _work(self, emit: Callable[[Event], None]) -> None:
         with taking(self._turn):
-            stream = self._session.answer(self._request, self._cancelled, lambda reuse: emit(Planned(reuse)))
+            stream = self._session.answer(
+                self._request, self._cancelled, lambda prefill: emit(Planned(prefill.reuse, prefill))
+            )
             for piece in stream:
                 emit(piece)
             emit(Finished(stream.reply))

@@ -58,6 +58,7 @@ class Server:
             h11_max_incomplete_event_size=_HEADER_BYTES,
         )
         self._uvicorn = HttpServer(config)
+        self.app.state.service.stopping = lambda: self._uvicorn.should_exit
 
     @property
     def url(self) -> str:

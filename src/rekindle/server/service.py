@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import sqlite3
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rekindle.core.request import Request
@@ -15,6 +18,7 @@ from rekindle.engine.fairness import Requester
 from rekindle.errors import Cancelled
 from rekindle.idle.idle import IdleOptions
 from rekindle.idle.worker import Budget, IdleConditions
+from rekindle.machine import home_folder
 from rekindle.server.admission_queue import AdmissionQueue
 from rekindle.server.auth import ApiKeys, Caller
 from rekindle.server.client_apps import ClientApps
@@ -23,9 +27,13 @@ from rekindle.server.idle_thread import IdleThread
 from rekindle.server.job import ChoiceEvent, Event, Finished, ReplyJob
 from rekindle.server.metrics import Metrics
 from rekindle.server.model_names import ModelNames
+from rekindle.server.recent_requests import RecentRequests, RecordedRequest
 from rekindle.server.schema import CacheBody
+from rekindle.server.usage_log import UsageLog
+from rekindle.session.ask import Prepared
 from rekindle.session.session import Session
 from rekindle.settings import ServerSettings
+from rekindle.store import report
 
 if TYPE_CHECKING:
     from rekindle.cache.prefix_cache import Prefetch
@@ -57,6 +65,9 @@ class Service:
         self.apps = ClientApps()
         self.names = ModelNames(self.model, settings.alias)
         self.metrics = Metrics(session, self.line)
+        self.recent = RecentRequests() if settings.page else RecentRequests(max_rows=0)
+        self.usage = _usage_log(session)
+        self.stopping: Callable[[], bool] = lambda: False  # whether streams without an end shall end
         if idle is None and settings.idle:
             idle = _idle_options(settings)
         self.idle_thread = None if idle is None else IdleThread(session, idle, parse_duration(settings.quiet))
@@ -85,23 +96,33 @@ class Service:
         app.requests += 1
         return Requester(f"{caller.tenant}/{app.id}", background=app.state == "background")
 
+    def begin(
+        self, request: Request, caller: Caller, body: CacheBody, prepared: Prepared | None = None
+    ) -> RecordedRequest:
+        """Begin to record a request for the page; `prepared` if its passages were found."""
+        scope = self.scope(caller, body.cache_salt)
+        texts = caller.operator and scope.salt == self.session.settings.cache_salt
+        record = self.recent.begin(scope, body.app, request.adapter or self.model, keeps_text=texts)
+        record.prepared = prepared if record.keeps_text else None
+        return record
+
     async def answer(
-        self, requests: Sequence[Request], caller: Caller, body: CacheBody
+        self, requests: Sequence[Request], caller: Caller, body: CacheBody, prepared: Prepared | None = None
     ) -> AsyncGenerator[ChoiceEvent, None]:
         """The events of the requests until all are finished. Closing the generator stops the work.
 
         Raises what the session raises, and `ApiError` if the queue is full or it takes too long.
         """
         turn = self.turn(caller, body)
-        owner = (self.scope(caller, body.cache_salt), body.app)
         queue: asyncio.Queue[ChoiceEvent | BaseException] = asyncio.Queue()
         # Not `wait_for`: cancelled at the moment an event arrives, it would swallow the cancellation.
         late = asyncio.get_running_loop().call_later(
             self._timeout_seconds, queue.put_nowait, _too_late(self._timeout_seconds)
         )
         tasks = [
-            asyncio.create_task(self._follow(number, request, turn, owner, queue))
+            asyncio.create_task(self._follow(number, request, turn, record, queue))
             for number, request in enumerate(requests)
+            for record in [self.begin(request, caller, body, prepared)]
         ]
         left = len(tasks)
         try:
@@ -122,13 +143,13 @@ class Service:
         number: int,
         request: Request,
         turn: Requester,
-        owner: tuple[Scope, str],
+        record: RecordedRequest,
         queue: asyncio.Queue[ChoiceEvent | BaseException],
     ) -> None:
         arrived = time.perf_counter()
         task = asyncio.current_task()
         assert task is not None
-        self._tasks[task] = owner
+        self._tasks[task] = record.owner
         if self.idle_thread is not None:  # stop idle work before this request starts
             self.idle_thread.arrive(request)
         prefetch = None
@@ -139,10 +160,12 @@ class Service:
                     prefetch.cancel()
                     prefetch.add_done_callback(_drop)
                 waited = time.perf_counter() - arrived
+                record.enter("lookup")
 
                 def pass_on(event: Event) -> None:
-                    self.metrics.record(owner[0], event, waited)
+                    self.metrics.record(record.scope, event, waited)
                     queue.put_nowait(ChoiceEvent(number, event))
+                    self.record(record, event)
 
                 job = ReplyJob(self.session, request, turn)
                 self._jobs.add(job)
@@ -152,15 +175,23 @@ class Service:
                     self._jobs.discard(job)
         except asyncio.CancelledError:  # killed; or the reader is gone, then nobody gets this either
             queue.put_nowait(Cancelled("The request was cancelled."))
+            record.enter("cancelled")
             raise
         except Exception as error:  # noqa: BLE001  (raised again by the reader)
             queue.put_nowait(error)
+            record.enter("failed", type(error).__name__)
         finally:
             del self._tasks[task]
             if prefetch is not None:
                 prefetch.add_done_callback(_drop)
             if self.idle_thread is not None:
                 self.idle_thread.leave()
+
+    def record(self, record: RecordedRequest, event: Event) -> None:
+        """Note an event of a request for the page."""
+        self.recent.take(record, event)
+        if isinstance(event, Finished) and self.settings.page and self.usage.count(event.reply):
+            self.side_threads.submit(self.usage.flush)
 
     def _prefetch(self, request: Request, turn: Requester) -> Future[Prefetch | None] | None:
         """Start fetching a queued request's prompt KV from the origin."""
@@ -182,9 +213,27 @@ class Service:
         if self.idle_thread is not None:
             self.idle_thread.close()
         self.threads.shutdown(wait=True)
+        if self.settings.page:
+            self.usage.flush()
         for threads in (self.side_threads, self.ingesting):
             threads.shutdown(wait=False, cancel_futures=True)
         self.session.close()
+
+
+def _usage_log(session: Session) -> UsageLog:
+    """The log of the cache folder; without one, nothing is written."""
+    store = session.cache.store
+    if store is None:
+        return UsageLog(None)
+    name = hashlib.blake2b(str(store.disk.folder).encode(), digest_size=8).hexdigest()
+
+    def measure() -> Mapping[str, float]:
+        with suppress(OSError, sqlite3.Error):
+            evicted = {f"evicted.{reason}": count for reason, count in store.disk.room.evicted_bytes.items()}
+            return {"bytes.memory": store.memory.size_bytes, "bytes.disk": report.used_bytes(store.disk), **evicted}
+        return {}
+
+    return UsageLog(home_folder() / "usage" / f"{name}.db", measure)
 
 
 def _idle_options(settings: ServerSettings) -> IdleOptions:

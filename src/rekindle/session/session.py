@@ -30,6 +30,7 @@ from rekindle.apps import Apps
 from rekindle.cache.explain import Explanation, Prompt
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import IsCancelled
+from rekindle.cache.prefix_cache import Prefetch, PromptPrefill
 from rekindle.core.reply import Answer, Reply, Reuse, TextPiece
 from rekindle.core.request import Message, MessageLike, Options, PromptLike, Request, as_messages, as_prompts
 from rekindle.core.scope import scope_of
@@ -73,9 +74,7 @@ from rekindle.text.tools.styles import call_grammar, detect_style
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from rekindle.cache.prefix_cache import Prefetch
-
-OnPlanned = Callable[[Reuse], None]
+OnPlanned = Callable[[PromptPrefill], None]
 
 
 class Session:
@@ -228,7 +227,7 @@ class Session:
         cancelled: threading.Event | None = None,
         planned: OnPlanned | None = None,
     ) -> ReplyStream:
-        """The same for a `Request`. `planned` is called with what will be reused, before anything is computed.
+        """The same for a `Request`. `planned` is called with its prefill, before anything is computed.
 
         Setting `cancelled` stops it within a token.
         """
@@ -409,7 +408,7 @@ class Session:
                 if may_draft and generation.drafts is None:
                     generation.drafts = drafts_for(request, prefill.lookup, engine, cache.costs)
                 if planned is not None and reuse is None:
-                    planned(prefill.reuse)
+                    planned(prefill)
                 text = generation.take(prefill.run(generation.capacity, cancelled))
                 if reuse is None:
                     reuse = prefill.reuse
