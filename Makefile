@@ -8,7 +8,7 @@ DEMO := $(VENV)/.demo
 export PYTHONDONTWRITEBYTECODE :=
 EXTRAS := hf,llamacpp,onnx,onnx-export,knowledge,langchain,llamaindex,bench,dev
 
-.PHONY: help setup clients test-clients test-llamacpp engines turns demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server clean
+.PHONY: help setup clients test-clients test-llamacpp engines turns demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server test-page screenshots clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -60,7 +60,13 @@ $(VENV)/.gemma: | $(STAMP)
 	@touch $@
 
 quick: $(STAMP)  ## the fast inner loop: tiny models only, under 90 seconds
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:schemathesis -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough and not long"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:schemathesis -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough and not long and not page"
+
+test-page: setup  ## the server's page in a real browser: needs Debian's chromium (apt-get install chromium)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m page tests/server
+
+screenshots: setup  ## screenshots of the page for docs/guide/page.md: look at them before they are committed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.screenshots
 
 soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder; a million hostile files (FUZZ_SEED: others)
 	@SOAK_KILLS=10000 SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults/test_crash.py

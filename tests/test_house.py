@@ -51,6 +51,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 270, 4, "agents: a coding conversation of 30 turns against llama.cpp's own server and no cache"),
     ("rekindle", 520, 3, "several models on one address within one limit of memory (session_group, server/host), "
      "listening before the first is loaded; contexts as long as model and memory allow (context_length)"),
+    ("rekindle", 660, 6, "the page at / (recent_requests, usage_log, server/page), `rekindle top`, the source of "
+     "every token of a prompt (Reuse.by_source, source_spans), bars in notebooks"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

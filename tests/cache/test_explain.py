@@ -66,7 +66,7 @@ def test_the_first_differing_token_is_shown_with_both_texts(folder: str) -> None
         assert told.difference.only_in == "Unicode form"  # a no-break space is a space in another form
         text = str(told)
         assert "first difference: token 7" in text and "NO-BREAK SPACE" in text
-        assert "<pre>" in told._repr_html_()
+        assert "<pre>" in told._repr_html_() and "computed</span>" in told._repr_html_()
 
 
 def test_a_difference_in_whitespace_or_form_only_is_called_that() -> None:

@@ -68,7 +68,7 @@ def test_a_prefill_that_is_never_run_gives_back_the_parked_context(session: Sess
 def test_a_listener_that_fails_leaves_nothing_behind(session: Session) -> None:
     """The next request with the same prefix would wait for a prefill that nobody runs."""
 
-    def fail(reuse: object) -> None:
+    def fail(prefill: object, reuse: object) -> None:
         raise KeyError("the listener failed")
 
     with pytest.raises(KeyError):

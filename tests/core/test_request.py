@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rekindle.core.reply import Reply, Reuse, Timings, Usage
+from rekindle.core.reply import SOURCES, Reply, Reuse, Timings, Usage
 from rekindle.core.request import Message, Request, Sampling, parse_prompt
 from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, RequestError
 
@@ -121,6 +121,7 @@ def test_a_reply_shows_itself() -> None:
     assert str(reply) == "a <b>"
     assert reply.as_dict()["usage"]["total_tokens"] == 5
     assert "&lt;b&gt;" in reply._repr_html_() and "<b>" not in reply._repr_html_()
+    assert "2 disk" in reply._repr_html_() and f"width:66.67%;background:{SOURCES['disk']}" in reply._repr_html_()
     summary = "first token 0.500 s; 2 of 3 tokens reused; 2 tokens out, 10.0 tokens/s; 1 oldest message left out"
     assert reply.summary() == summary
     assert str(reply.reuse) == "2 of 3 tokens reused (2 from disk); 1 computed"

@@ -101,7 +101,8 @@ def test_the_built_wheel_has_everything_and_nothing_else(tmp_path: Path) -> None
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(n for n in names if n.endswith("METADATA"))).decode()
-    assert {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")} <= names
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("static/*")]
+    assert {str(path.relative_to(ROOT / "src")) for path in files} <= names
     assert "rekindle/py.typed" in names and not any("benchmarks" in name for name in names)
     assert all(n.startswith(("rekindle/", "rekindle-")) for n in names)
     required = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra)", metadata, re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from rekindle.core.identity import Identity
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, common_tokens, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, FetchRemote, Plan, ReuseChunks
-from rekindle.core.reply import ChunkReuse, OriginFinding, Reuse
+from rekindle.core.reply import ChunkReuse, OriginFinding, Reuse, source_bar
 from rekindle.core.request import Message
 from rekindle.core.size import count_of
 from rekindle.errors import CacheError
@@ -134,7 +135,10 @@ class Explanation:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        counts: Counter[str] = Counter()
+        for part in self.parts:  # in order, as a prompt is read
+            counts[_SOURCES.get(part.source, part.source)] += part.stop - part.start
+        return f"{source_bar(counts)}<pre>{html.escape(str(self))}</pre>"
 
     def _lines(self) -> list[str]:
         lines = [f"{self.model}: {self.reused:,} of {count_of(self.tokens, 'token')} reused"]
@@ -359,6 +363,7 @@ def _passage_lines(explanation: Explanation) -> list[str]:
     return lines
 
 
+_SOURCES = {"compute": "computed", "reused": "passages", "streamed": "remote", "coded": "quantized"}
 _PLACES = {
     "compute": "computed",
     "reused": "from another prompt, partly recomputed",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -31,20 +31,20 @@ from rekindle.cache.matches import Matches
 from rekindle.cache.memory_gate import MemoryGate
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
 from rekindle.cache.request_log import Note, Stayed
-from rekindle.cache.reuse_report import report_reuse
+from rekindle.cache.reuse_report import report_reuse, source_spans
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.cache.writer import BackgroundJob, BackgroundWriter, WriteGuard
 from rekindle.core.chunk import ChunkMatches, PromptLayout
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
-from rekindle.core.reply import OriginFinding, Reuse
+from rekindle.core.reply import ChunkReuse, OriginFinding, Reuse
 from rekindle.core.request import Request
 from rekindle.core.scope import Scope
 from rekindle.core.size import parse_limit
 from rekindle.engine.base import Logits
 from rekindle.engine.lora_manager import LoraManager
-from rekindle.errors import KvLost, OutOfMemory
+from rekindle.errors import Closed, KvLost, OutOfMemory
 from rekindle.settings import Settings
 from rekindle.store.catalog.app_rows import key_of
 from rekindle.store.evict import ContextUse
@@ -95,6 +95,10 @@ class RemoteStrategy(Protocol):
 
     def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult | None:
         """Run a plan, and fetch what it would compute; None if the origin is not asked."""
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Speed of the link to the origin; None if it was never measured."""
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -224,8 +228,18 @@ class PrefixCache:
         exact = self.kv.plan(lookup)
         return exact if lookup.passages is None else self.chunks.plan(lookup, exact)
 
-    def run(self, lookup: CacheLookup, plan: Plan, capacity: int, cancelled: IsCancelled) -> PrefillResult:
-        """Run a plan into a context with room for `capacity` tokens: a parked one or a new one."""
+    def run(
+        self,
+        lookup: CacheLookup,
+        plan: Plan,
+        capacity: int,
+        cancelled: IsCancelled,
+        opened: Callable[[Context], None] = lambda _: None,
+    ) -> PrefillResult:
+        """Run a plan into a context with room for `capacity` tokens: a parked one or a new one.
+
+        `opened` is called with the context, before anything is computed.
+        """
         self._memory_gate.enter()
         context = None
         try:
@@ -236,9 +250,10 @@ class PrefixCache:
                 if plan.in_engine:  # there is no room to go on from it
                     plan = self.kv.plan_computing(lookup, plan)
                 regime = self.kv.engine.regime(len(lookup.tokens))
-                opened = partial(self.kv.engine.open, capacity, regime, lookup.kv_space.adapter)
-                context = Context(lookup.kv_space, self._memory_gate.take(opened, cancelled))
+                open_sequence = partial(self.kv.engine.open, capacity, regime, lookup.kv_space.adapter)
+                context = Context(lookup.kv_space, self._memory_gate.take(open_sequence, cancelled))
             _begin(context, lookup)
+            opened(context)
             self.costs.refused(refused_kinds(lookup, plan, self.kv.steps))
             work = self.kv.work(context, lookup, cancelled, self._memory_gate.is_alone)
             fetched = None if self.remote is None else self.remote.run(work, context, lookup, plan)
@@ -388,6 +403,7 @@ class PromptPrefill:
             self._give_back()
             raise
         self._result: PrefillResult | None = None
+        self._opened: list[Context] = []  # what it runs into
         self._ended = False  # committed, given back, or failed
 
     @property
@@ -409,13 +425,25 @@ class PromptPrefill:
         miss = self._cache.kv.miss(lookup, plan, lost)
         return report_reuse(lookup, plan, result, miss, self._cache.bits_calibrated)
 
+    def source_spans(self, chunks: Sequence[ChunkReuse]) -> list[tuple[int, int, str]]:
+        """The same for each run of tokens: start, stop, and a key of `SOURCES`; `chunks` are those of `reuse`."""
+        return source_spans(self.lookup, self.plan if self._result is None else self._result.plan, chunks)
+
+    @property
+    def present(self) -> int:
+        """Number of tokens of the prompt that are in the context so far. May be called from any thread."""
+        try:
+            return min(len(self.lookup.tokens), self._opened[0].sequence.length) if self._opened else 0
+        except Closed:
+            return 0
+
     def run(self, capacity: int, cancelled: IsCancelled) -> Logits:
         """Load and compute the prompt, with room for `capacity` tokens; returns the logits after its last token.
 
         What cannot be loaded is computed. Raises `Cancelled`, and what the engine raises.
         """
         self._ended = True  # a run that fails gives back what it took
-        self._result = self._cache.run(self.lookup, self.plan, capacity, cancelled)
+        self._result = self._cache.run(self.lookup, self.plan, capacity, cancelled, self._opened.append)
         self._ended = False
         return self._result.logits
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import PrefillResult
 from rekindle.core.keys import KvSpace
 from rekindle.core.plan import Plan
-from rekindle.core.reply import ChunkReuse, Reuse
+from rekindle.core.reply import SOURCES, ChunkReuse, Reuse
 
 
 def report_reuse(
@@ -62,6 +65,30 @@ def report_reuse(
         budget=None if reused is None else reused.budget,
         calibrated=None if reused is None else reused.calibrated,
     )
+
+
+def source_spans(lookup: CacheLookup, plan: Plan, chunks: Sequence[ChunkReuse]) -> list[tuple[int, int, str]]:
+    """Where the KV of each run of tokens comes from: start, stop, and a key of `SOURCES`."""
+    names = list(SOURCES)
+    sources = np.full(plan.tokens, names.index("computed"))  # [tokens]
+
+    def paint(start: int, stop: int, source: str) -> None:
+        sources[start:stop] = names.index(source)
+
+    for load in plan.loads:
+        paint(load.span.start, load.span.stop, "disk" if load.tier == "coded" else load.tier)
+    for found in () if plan.in_engine else lookup.matches.stored:
+        if found.quantized:
+            paint(found.span.start, min(found.span.stop, plan.reused), "quantized")
+    if plan.stream is not None:  # computed from the front, fetched from the back
+        stop, level = plan.stream.span.stop, "quantized" if plan.stream.is_quantized else "remote"
+        paint(stop - plan.stream.tokens, stop, level)
+    for chunk in chunks:
+        if chunk.source == "reused":
+            paint(chunk.start, chunk.stop, "passages")
+            sources[[at for at in chunk.recomputed_positions if at < plan.tokens]] = names.index("recomputed")
+    edges = [0, *(np.flatnonzero(np.diff(sources)) + 1).tolist(), plan.tokens]
+    return [(start, stop, names[sources[start]]) for start, stop in pairwise(edges)]
 
 
 def _chunks(lookup: CacheLookup, plan: Plan) -> tuple[ChunkReuse, ...]:

@@ -19,6 +19,7 @@ from rekindle.cli import (  # noqa: F401  (each module adds its commands to `app
     models,
     origin,
     server,
+    top,
 )
 from rekindle.cli.options import app
 from rekindle.errors import RekindleError

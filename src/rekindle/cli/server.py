@@ -118,7 +118,8 @@ def serve(
 
         running = Server(_served(models, adapter or (), open_session), settings, keys, None, group, known)
         names = ", ".join(running.host.models)
-        say(f"{names} at {running.url}/v1 (its endpoints: {running.url}/docs)")
+        page = f"its page: {running.url}/, " if settings.page else ""
+        say(f"{names} at {running.url}/v1 ({page}its endpoints: {running.url}/docs)")
         running.run()
 
 

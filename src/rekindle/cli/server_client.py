@@ -63,7 +63,7 @@ class ServerRunner:
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with self._client.stream("POST", "/v1/chat/completions", json=body) as answer:
             if answer.status_code != 200:
-                raise _refusal(answer.status_code, answer.read())
+                raise refusal(answer.status_code, answer.read())
             for line in answer.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))
@@ -93,7 +93,8 @@ def _summary(reply: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _refusal(status: int, body: bytes) -> RekindleError:
+def refusal(status: int, body: bytes) -> RekindleError:
+    """The error that a server answered with."""
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -47,7 +47,7 @@ class TextPiece(str):
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Numbers of tokens of prompt and reply. `cached_tokens` of the prompt were reused instead of computed;
-    `drafted_tokens` of the reply came from a draft and were only verified.
+    `drafted_tokens` of the reply came from a draft and were only verified; `refused_tokens` of drafts were not written.
     """
 
     prompt_tokens: int
@@ -56,6 +56,7 @@ class Usage:
     cached_tokens: int = 0
     quoted_passages: int = 0
     drafted_tokens: int = 0
+    refused_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -117,6 +118,18 @@ _MISSES = {
     "checkpoint": "reuse ends at a checkpoint",
 }
 
+SOURCES = {
+    "engine": "#2fa36b",
+    "memory": "#3b8eea",
+    "disk": "#6c6fe8",
+    "remote": "#b065e0",
+    "quantized": "#17a2a8",
+    "passages": "#8aa62f",
+    "recomputed": "#e5a50a",
+    "computed": "#e8623d",
+}
+"""Where the KV of a prompt's tokens came from, and the colour of that everywhere; passages: from other prompts."""
+
 _UNCALIBRATED = "nobody calibrated the bits of this quantized KV (rekindle calibrate MODEL)"
 
 OriginMiss = Literal["nothing", "prompt", "level", "budget", "dtype", "quick", "slow", "late", "failed", "unable"]
@@ -135,6 +148,25 @@ ORIGIN_MISSES: dict[OriginMiss, str] = {
     "unable": "the engine cannot mix KV from there with computing, or deterministic=True forbids it.",
 }
 """Sentences for people that begin behind "Nothing came from the origin:"."""
+
+
+_NOTE = "color:gray;font-size:smaller"
+
+
+def source_bar(counts: Mapping[str, int]) -> str:
+    """Tokens by the keys of `SOURCES` as HTML: a coloured bar and its legend, in that order."""
+    total = sum(counts.values())
+    parts = "".join(
+        f"<div title='{count:,} {name}' style='width:{100 * count / total:.2f}%;background:{SOURCES[name]}'></div>"
+        for name, count in counts.items()
+    )
+    names = " ".join(
+        f"<span style='margin-right:1em;white-space:nowrap'><span style='color:{SOURCES[name]}'>&#9632;</span> "
+        f"{count:,} {name}</span>"
+        for name, count in counts.items()
+    )
+    bar = f"<div style='display:flex;height:10px;border-radius:4px;overflow:hidden;margin:6px 0'>{parts}</div>"
+    return f"{bar}<div style='{_NOTE}'>{names}</div>" if total else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +275,20 @@ class Reuse:
         """Tokens that were not computed."""
         return self.loaded + self.from_chunks - self.recomputed + self.streamed
 
+    @property
+    def by_source(self) -> dict[str, int]:
+        """The tokens of the prompt by the keys of `SOURCES`, those with any; what was quantized counts as that."""
+        counts = {"disk": self.disk, "memory": self.memory, "remote": self.streamed, "engine": self.engine}
+        left = self.quantized
+        for place, count in counts.items():
+            counts[place] = max(0, count - left)
+            left -= count - counts[place]
+        counts["quantized"] = self.quantized - left
+        counts["passages"] = self.from_chunks - self.recomputed
+        counts["recomputed"] = self.recomputed
+        counts["computed"] = self.computed - self.recomputed
+        return {source: counts[source] for source in SOURCES if counts[source]}
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -279,10 +325,10 @@ class Reply:
         }
 
     def _repr_html_(self) -> str:
-        return (
-            f"<div style='white-space:pre-wrap'>{html.escape(self.text)}</div>"
-            f"<div style='color:gray;font-size:smaller'>{html.escape(self.summary())}</div>"
-        )
+        """The text, and where the prompt's KV came from, as on the server's page."""
+        said = f"<div style='white-space:pre-wrap'>{html.escape(self.text)}</div>"
+        counts = self.reuse.by_source if self.usage.prompt_tokens else {}
+        return said + source_bar(counts) + f"<div style='{_NOTE}'>{html.escape(self.summary())}</div>"
 
     def summary(self) -> str:
         """One line for people: times and sizes."""

@@ -225,6 +225,11 @@ class RemoteKv:
             return prefill.end()
         return self._stream(prefill, fetch, offer, rates) or prefill.end()
 
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Speed of the link to the origin; None if it was never measured."""
+        return self._bandwidth.bytes_per_second()
+
     def close(self) -> None:
         """Close the connections, and remember what layers cost and how fast the link was. Idempotent."""
         with self._lock:

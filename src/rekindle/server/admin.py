@@ -24,6 +24,7 @@ from rekindle.server.errors import ApiError
 from rekindle.server.host import ServedModel
 from rekindle.server.metrics import CONTENT_TYPE
 from rekindle.server.openai.request import prompt_request
+from rekindle.server.page.static_files import page_files
 from rekindle.server.recorded import recorded_request
 from rekindle.server.reply_fields import rekindle_of
 from rekindle.server.schema import AppRequest, CheckRequest, ExplainRequest, PromptRequest
@@ -54,8 +55,10 @@ async def health(call: Call) -> Response:
     return JSONResponse({"status": "ok", "version": __version__, "uptime_seconds": _uptime(call)})
 
 
-async def greet(_: Call) -> Response:
-    """What answers here. Needs no key: clients ask before they send anything."""
+async def greet(call: Call) -> Response:
+    """The page for browsers, a greeting for others. Needs no key: clients ask before they send anything."""
+    if call.host.shared.settings.page and "text/html" in call.http.headers.get("accept", ""):
+        return page_files()["/page/index.html"]
     return JSONResponse({"name": "Rekindle", "version": __version__, "docs": "/docs"})
 
 

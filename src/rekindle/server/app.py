@@ -26,6 +26,7 @@ from rekindle.server.errors import ApiError, api_error_of
 from rekindle.server.event_stream import ClientGone
 from rekindle.server.host import Host
 from rekindle.server.openapi import docs_page, openapi_document
+from rekindle.server.page.static_files import page_files
 from rekindle.server.routes import ENDPOINTS, Endpoint, protocol_of, where_to_go
 from rekindle.server.schema import RequestBody
 from rekindle.server.server_log import RequestLogger, current_record
@@ -46,17 +47,19 @@ def make_app(host: Host) -> Starlette:
         finally:
             await asyncio.get_running_loop().run_in_executor(None, host.close)
 
+    settings = host.shared.settings
     routes = [_route(path, host) for path in dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)]
     description, shown = _description()
     pages = {"/openapi.json": JSONResponse(description), "/docs": HTMLResponse(shown)}
+    if settings.page:
+        pages |= page_files()
     routes += [Route(path, _static(response)) for path, response in pages.items()]
 
     def refused(path: str, problem: ApiError) -> Response:
         host.shared.metrics.failed(Scope(NOBODY), problem.outcome)
         return protocol_of(path).error_response(problem)
 
-    settings = host.shared.settings
-    middleware = [Middleware(OriginGuard, settings=settings, refused=refused, pages=tuple(pages))]
+    middleware = [Middleware(OriginGuard, settings=settings, refused=refused, pages=("/", *pages))]
     if settings.cors_origin:
         allowed, exposed = list(settings.cors_origin), [PLAN_HEADER, "Retry-After"]
         middleware.insert(

@@ -26,6 +26,7 @@ from rekindle.server.event_stream import until_disconnect
 from rekindle.server.idle_thread import IdleThread
 from rekindle.server.metrics import Metrics
 from rekindle.server.model_names import ModelNames, NamedModel
+from rekindle.server.recent_requests import RecentRequests
 from rekindle.server.service import Service, Shared, too_late
 from rekindle.session.session import Session
 from rekindle.session.session_group import SessionGroup
@@ -92,7 +93,8 @@ class Host:
         self._closed = threading.Event()
         chosen = models.settings if isinstance(models, Session) else session_settings or Settings.load()
         metrics = Metrics(chosen.cache_salt, list(self.models), self.services)
-        self.shared = Shared(settings, chosen, keys, ClientApps(), metrics)
+        recent = RecentRequests() if settings.page else RecentRequests(max_rows=0)
+        self.shared = Shared(settings, chosen, keys, ClientApps(), metrics, recent)
         if isinstance(models, Session):
             self._serve(self.default, models)
 

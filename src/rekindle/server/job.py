@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from rekindle.cache.prefix_cache import PromptPrefill
 from rekindle.core.reply import Reply, Reuse, TextPiece
 from rekindle.core.request import Request
 from rekindle.engine.fairness import Requester, taking
@@ -19,6 +20,7 @@ class Planned:
     """The planned reuse of the prompt, known before prefill."""
 
     reuse: Reuse
+    prefill: PromptPrefill | None = None  # None for a stored answer
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class ReplyJob:
 
     def _work(self, emit: Callable[[Event], None]) -> None:
         with taking(self._turn):
-            planned = lambda reuse: emit(Planned(reuse))  # noqa: E731
+            planned = lambda prefill, reuse: emit(Planned(reuse, prefill))  # noqa: E731
             stream = self._session.answer(self.request, self._cancelled, planned, self._time_is_up)
             for piece in stream:
                 emit(piece)

@@ -167,7 +167,9 @@ async def forget_document(call: Call) -> Response:
             fields["damaged_files"] = len(done.damaged_files)
         return {**fields, **warnings_of(_library(call).losses())}
 
-    return JSONResponse(await call.in_thread(work))
+    done = await call.in_thread(work)
+    call.service.recent.drop_texts(whose)
+    return JSONResponse(done)
 
 
 async def show_library(call: Call) -> Response:

@@ -32,6 +32,7 @@ from rekindle.server.openai.completions import answer_completion
 from rekindle.server.openai.embeddings import answer_embeddings
 from rekindle.server.openai.responses import RESPONSES_API, answer_responses
 from rekindle.server.openai.responses_request import ResponsesRequest
+from rekindle.server.page import views
 from rekindle.server.protocol import OPENAI, WireProtocol
 from rekindle.server.schema import (
     MAX_SALT,
@@ -157,6 +158,12 @@ ENDPOINTS = (
     Endpoint("POST", f"{_OWN}/warm", admin.warm_prompt, PromptRequest),
     Endpoint("POST", f"{_OWN}/explain", admin.explain_prompt, ExplainRequest),
     Endpoint("GET", f"{_OWN}/explain/last", admin.explain_last),
+    Endpoint(
+        "GET", f"{_OWN}/live", views.watch_requests, streams=True, media_type="text/event-stream", needs="default"
+    ),
+    Endpoint("GET", f"{_OWN}/requests/{{id}}", views.show_request, needs="default"),
+    Endpoint("GET", f"{_OWN}/map", views.show_map, needs="default"),
+    Endpoint("GET", f"{_OWN}/usage", views.show_usage, needs="default"),
     Endpoint("GET", f"{_OWN}/apps", admin.list_apps),
     Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app, AppRequest),
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import sqlite3
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +19,7 @@ from rekindle.core.scope import Scope, scope_of
 from rekindle.core.size import keep_alive_seconds, parse_duration
 from rekindle.engine.fairness import Requester
 from rekindle.errors import Cancelled
+from rekindle.machine import home_folder
 from rekindle.server.admission_queue import AdmissionQueue
 from rekindle.server.auth import ApiKeys, Caller
 from rekindle.server.body import ReplyLength
@@ -24,10 +28,14 @@ from rekindle.server.errors import ApiError
 from rekindle.server.idle_thread import IdleThread
 from rekindle.server.job import ChoiceEvent, Event, Finished, ReplyJob
 from rekindle.server.metrics import Metrics
+from rekindle.server.recent_requests import RecentRequests, RecordedRequest
 from rekindle.server.schema import CacheBody
 from rekindle.server.server_log import current_record
+from rekindle.server.usage_log import UsageLog
+from rekindle.session.ask import Prepared
 from rekindle.session.session import Session
 from rekindle.settings import ServerSettings, Settings
+from rekindle.store import report
 
 if TYPE_CHECKING:
     from rekindle.cache.prefix_cache import Prefetch
@@ -45,6 +53,7 @@ class Shared:
     keys: ApiKeys
     apps: ClientApps
     metrics: Metrics
+    recent: RecentRequests
     idle_thread: IdleThread | None = None
     started: float = field(default_factory=time.time)
 
@@ -71,6 +80,7 @@ class Service:
         self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
         self.side_threads = ThreadPoolExecutor(2, thread_name_prefix="rekindle-side")  # for work without a model
         self.ingesting = ThreadPoolExecutor(1, thread_name_prefix="rekindle-ingest")  # slow: it must not delay searches
+        self.recent, self.usage = shared.recent, _usage_log(session)
         self._tasks: dict[asyncio.Task[None], tuple[Scope, str]] = {}  # scope and app of each request
         self._jobs: set[ReplyJob] = set()  # those that are running
 
@@ -103,8 +113,18 @@ class Service:
         app.requests += 1
         return Requester(f"{caller.tenant}/{app.id}", background=app.state == "background")
 
+    def begin(
+        self, request: Request, caller: Caller, body: CacheBody, prepared: Prepared | None = None
+    ) -> RecordedRequest:
+        """Begin to record a request for the page; `prepared` if its passages were found."""
+        scope = self.scope(caller, body.cache_salt)
+        texts = caller.operator and scope.salt == self.session.settings.cache_salt
+        record = self.recent.begin(scope, body.app, self.model, request.adapter, keeps_text=texts)
+        record.prepared = prepared if record.keeps_text else None
+        return record
+
     async def answer(
-        self, requests: Sequence[Request], caller: Caller, body: CacheBody
+        self, requests: Sequence[Request], caller: Caller, body: CacheBody, prepared: Prepared | None = None
     ) -> AsyncGenerator[ChoiceEvent, None]:
         """The events of the requests until all are finished. Closing the generator stops the work.
 
@@ -112,7 +132,6 @@ class Service:
         are being written when the time is up end with what they have.
         """
         turn = self.turn(caller, body)
-        owner = (self.scope(caller, body.cache_salt), body.app)
         queue: asyncio.Queue[ChoiceEvent | BaseException] = asyncio.Queue()
         jobs = [ReplyJob(self.session, request, turn) for request in requests]
         writing = False
@@ -129,7 +148,10 @@ class Service:
             loop.call_later(limit, time_is_up),
             loop.call_later(limit + _LAST_TOKEN_SECONDS, queue.put_nowait, late),
         ]
-        tasks = [asyncio.create_task(self._follow(number, job, turn, owner, queue)) for number, job in enumerate(jobs)]
+        tasks = [
+            asyncio.create_task(self._follow(number, job, turn, self.begin(job.request, caller, body, prepared), queue))
+            for number, job in enumerate(jobs)
+        ]
         left = len(tasks)
         try:
             while left:
@@ -151,13 +173,13 @@ class Service:
         number: int,
         job: ReplyJob,
         turn: Requester,
-        owner: tuple[Scope, str],
+        record: RecordedRequest,
         queue: asyncio.Queue[ChoiceEvent | BaseException],
     ) -> None:
-        arrived, record = time.perf_counter(), current_record()
+        arrived, access = time.perf_counter(), current_record()
         task = asyncio.current_task()
         assert task is not None
-        self._tasks[task] = owner
+        self._tasks[task] = record.owner
         if self.idle_thread is not None:  # stop idle work before this request starts
             self.idle_thread.arrive(job.request)
         prefetch = None
@@ -168,11 +190,13 @@ class Service:
                     prefetch.cancel()
                     prefetch.add_done_callback(_drop)
                 waited = time.perf_counter() - arrived
+                record.enter("lookup")
 
                 def pass_on(event: Event) -> None:
-                    record.add(event)
-                    self.metrics.record(owner[0], event, waited)
+                    access.add(event)
+                    self.metrics.record(record.scope, event, waited)
                     queue.put_nowait(ChoiceEvent(number, event))
+                    self.record(record, event)
 
                 self._jobs.add(job)
                 try:
@@ -181,15 +205,23 @@ class Service:
                     self._jobs.discard(job)
         except asyncio.CancelledError:  # killed; or the reader is gone, then nobody gets this either
             queue.put_nowait(Cancelled("The request was cancelled."))
+            record.enter("cancelled")
             raise
         except Exception as error:  # noqa: BLE001  (raised again by the reader)
             queue.put_nowait(error)
+            record.enter("failed", type(error).__name__)
         finally:
             del self._tasks[task]
             if prefetch is not None:
                 prefetch.add_done_callback(_drop)
             if self.idle_thread is not None:
                 self.idle_thread.leave()
+
+    def record(self, record: RecordedRequest, event: Event) -> None:
+        """Note an event of a request for the page."""
+        self.recent.take(record, event)
+        if isinstance(event, Finished) and self.settings.page and self.usage.count(event.reply):
+            self.side_threads.submit(self.usage.flush)
 
     def _prefetch(self, request: Request, turn: Requester) -> Future[Prefetch | None] | None:
         """Start fetching a queued request's prompt KV from the origin."""
@@ -214,9 +246,27 @@ class Service:
         for job in list(self._jobs):
             job.cancel()
         self.threads.shutdown(wait=True)
+        if self.settings.page:
+            self.usage.flush()
         for threads in (self.side_threads, self.ingesting):
             threads.shutdown(wait=False, cancel_futures=True)
         self.session.close()
+
+
+def _usage_log(session: Session) -> UsageLog:
+    """The log of the cache folder; without one, nothing is written."""
+    store = session.cache.store
+    if store is None:
+        return UsageLog(None)
+    name = hashlib.blake2b(str(store.disk.folder).encode(), digest_size=8).hexdigest()
+
+    def measure() -> Mapping[str, float]:
+        with suppress(OSError, sqlite3.Error):
+            evicted = {f"evicted.{reason}": count for reason, count in store.disk.room.evicted_bytes.items()}
+            return {"bytes.memory": store.memory.size_bytes, "bytes.disk": report.used_bytes(store.disk), **evicted}
+        return {}
+
+    return UsageLog(home_folder() / "usage" / f"{name}.db", measure)
 
 
 def _places(session: Session) -> int:

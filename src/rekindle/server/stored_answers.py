@@ -10,7 +10,6 @@ from rekindle.core.reply import TextPiece
 from rekindle.server.call import Call
 from rekindle.server.job import ChoiceEvent, Finished, Planned
 from rekindle.server.schema import CacheBody
-from rekindle.server.service import Service
 from rekindle.session.ask import Prepared
 
 
@@ -19,9 +18,9 @@ async def answer_prepared(
 ) -> AsyncGenerator[ChoiceEvent, None]:
     """Answer a question whose passages were found; `started` is when it came (`time.perf_counter`)."""
     if prepared.given:
-        events = _stored_answer(call.service, prepared)
+        events = _stored_answer(call, body, prepared)
     else:
-        events = call.service.answer([prepared.request], call.caller, body)
+        events = call.service.answer([prepared.request], call.caller, body, prepared)
     async with aclosing(events):
         async for item in events:
             if isinstance(item.event, Finished) and prepared.consulted is not None:
@@ -30,13 +29,14 @@ async def answer_prepared(
             yield item
 
 
-async def _stored_answer(service: Service, prepared: Prepared) -> AsyncGenerator[ChoiceEvent, None]:
+async def _stored_answer(call: Call, body: CacheBody, prepared: Prepared) -> AsyncGenerator[ChoiceEvent, None]:
     """The events of a stored answer: no model runs."""
-    reply = prepared.given
+    reply, service = prepared.given, call.service
     assert reply is not None
     if service.idle_thread is not None:  # its own answer is found later
         service.idle_thread.arrive(prepared.request)
         service.idle_thread.leave()
-    yield ChoiceEvent(0, Planned(reply.reuse))
-    yield ChoiceEvent(0, TextPiece(reply.text))
-    yield ChoiceEvent(0, Finished(reply))
+    record = service.begin(prepared.request, call.caller, body, prepared)
+    for event in (Planned(reply.reuse), TextPiece(reply.text), Finished(reply)):
+        service.record(record, event)
+        yield ChoiceEvent(0, event)

@@ -75,7 +75,7 @@ class Drafts:
         self._most, self._most_quoted = _FEWEST, _FEWEST
         self._right = {False: (3, 3), True: (3, 4)}  # tokens of how many, by `_from_prompt`; at first an assumption
         self._from_prompt = False
-        self.taken = 0
+        self.taken = self.refused = 0
 
     def guess(self, written: Sequence[int]) -> Sequence[int]:
         """The tokens that may follow what was written so far; none if no draft continues it."""
@@ -115,6 +115,7 @@ class Drafts:
     def checked(self, guessed: int, taken: int) -> None:
         """Note how many guessed tokens were right, and guess more or fewer next time."""
         self.taken += taken
+        self.refused += guessed - taken
         longer, (right, tried) = taken == guessed, self._right[self._from_prompt]
         self._right[self._from_prompt] = right + taken, tried + taken + (not longer)
         if self._costs is not None and not longer:

@@ -143,6 +143,7 @@ class Generation:
                 reuse.reused,
                 len(self._prompt.quoted),
                 0 if self.drafts is None else self.drafts.taken,
+                0 if self.drafts is None else self.drafts.refused,
             ),
             timings=Timings(
                 first_token_seconds=self._first_at - self._started,

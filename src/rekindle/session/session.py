@@ -30,6 +30,7 @@ from rekindle.apps import Apps
 from rekindle.cache.explain import Explanation, Prompt
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import IsCancelled
+from rekindle.cache.prefix_cache import Prefetch, PromptPrefill
 from rekindle.core.reply import Answer, Reply, Reuse, TextPiece
 from rekindle.core.request import Message, MessageLike, Options, PromptLike, Request, as_messages, as_prompts
 from rekindle.core.scope import scope_of
@@ -75,9 +76,7 @@ from rekindle.text.tools.styles import call_grammar, detect_style
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from rekindle.cache.prefix_cache import Prefetch
-
-OnPlanned = Callable[[Reuse], None]
+OnPlanned = Callable[[PromptPrefill, Reuse], None]
 
 
 class Session:
@@ -277,7 +276,7 @@ class Session:
         planned: OnPlanned | None = None,
         time_is_up: threading.Event | None = None,
     ) -> ReplyStream:
-        """The same for a `Request`. `planned` is called with what will be reused, before anything is computed.
+        """The same for a `Request`. `planned` is called with its prefill and reuse, before anything is computed.
 
         Setting `cancelled` stops it within a token; setting `time_is_up` ends the reply with what it has.
         """
@@ -463,7 +462,7 @@ class Session:
                 if may_draft and generation.drafts is None:
                     generation.drafts = drafts_for(request, prefill.lookup, engine, cache.costs)
                 if planned is not None and reuse is None:
-                    planned(replace(prefill.reuse, replayed_replies=prompt.replayed_replies))
+                    planned(prefill, replace(prefill.reuse, replayed_replies=prompt.replayed_replies))
                 text = generation.take(prefill.run(generation.capacity, cancelled))
                 if reuse is None:
                     reuse = replace(prefill.reuse, replayed_replies=prompt.replayed_replies)

@@ -347,6 +347,11 @@ class ServerSettings(_Loadable):
         "Origins whose web pages may send requests and read replies, with commas between, * for any. The flag may be "
         "given several times.",
     )
+    page: bool = setting(
+        "server",
+        True,
+        "A page for people at /: what was reused, and why not more. Where keys are set, it takes the operator's.",
+    )
     alias: tuple[str, ...] = setting(
         "server",
         (),

@@ -19,7 +19,7 @@ from rekindle.store.catalog import catalog
 from rekindle.store.disk import DiskStore
 
 MAX_TOKENS = 2048  # of a prompt are stored
-_MAX_ROWS = 256
+MAX_ROWS = 256
 _MAX_READ = 64  # for one explanation
 _ROW_BYTES = 4096  # estimate beside tokens and record: pages that are not full
 
@@ -72,8 +72,8 @@ def note(
             if count == 0:
                 return
             _forget_oldest(connection, max(1, count // 4))
-        elif count >= _MAX_ROWS:
-            _forget_oldest(connection, count - _MAX_ROWS + 1)
+        elif count >= MAX_ROWS:
+            _forget_oldest(connection, count - MAX_ROWS + 1)
         number = catalog.add_kv_space(connection, disk.kv_space_digest(kv_space), kv_space)
         connection.execute(
             "INSERT OR IGNORE INTO identities VALUES (?,?)", (identity.digest, json.dumps(asdict(identity)))

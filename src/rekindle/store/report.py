@@ -69,6 +69,30 @@ def entries(disk: DiskStore, names: Sequence[str] = (), scope: Scope | None = No
     return [CacheEntry(row, known[row.kv_space]) for row in (rows_named(rows, names) if names else rows)]
 
 
+@dataclass(frozen=True)
+class EntryPlace:
+    """Where an entry stands in the tree of prefixes, the tokens of its first block, and the apps that used it."""
+
+    parent: str | None
+    tokens: bytes
+    apps: list[str]
+
+
+def places(disk: DiskStore) -> dict[int, EntryPlace]:
+    """The places of all entries, by the number of their extent."""
+    select = (
+        "SELECT b.extent, p.name, b.tokens FROM extents e JOIN blocks b ON b.extent=e.id AND b.place=0 "
+        "LEFT JOIN blocks a ON a.key=b.parent AND a.kv_space=b.kv_space LEFT JOIN extents p ON p.id=a.extent"
+    )
+    with disk.database.reading() as connection:
+        found = {id: EntryPlace(parent, tokens, []) for id, parent, tokens in connection.execute(select)}
+        uses = "SELECT u.extent, a.name FROM app_uses u JOIN apps a ON a.id=u.app ORDER BY u.used DESC"
+        for id, name in connection.execute(uses):
+            if id in found:
+                found[id].apps.append(name)
+    return found
+
+
 def used_bytes(disk: DiskStore) -> int:
     with disk.database.reading() as connection:
         return disk.room.used_bytes(connection)

@@ -1,0 +1,1 @@
+"""The page at /: files for browsers, and what they show."""
