@@ -15,12 +15,13 @@ from rekindle.core.cells import CellGrid
 from rekindle.core.kv import Span
 
 RAW = "raw"  # the level of KV as it was computed
-Tier = Literal["engine", "memory", "disk", "coded"]  # nearest first; coded: decoded while loading
+SharedTierName = Literal["redis", "s3"]  # several servers use it
+Tier = Literal["engine", "memory", "disk", "coded", SharedTierName]  # nearest first; coded: decoded while loading
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Stored KV: still in the engine's buffers, or loaded from memory or disk."""
+    """Stored KV: still in the engine's buffers, or loaded from a tier."""
 
     span: Span
     tier: Tier
