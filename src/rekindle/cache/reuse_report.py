@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import PrefillResult
 from rekindle.core.keys import KvSpace
-from rekindle.core.plan import Plan
+from rekindle.core.plan import SHARED_TIERS, Plan
 from rekindle.core.reply import ChunkReuse, Reuse
 
 
@@ -44,6 +44,7 @@ def report_reuse(
         engine=tiers["engine"],
         memory=tiers["memory"],
         disk=tiers["disk"] + tiers["coded"],
+        shared={tier: tiers[tier] for tier in SHARED_TIERS if tiers[tier]},
         quantized=quantized,
         calibrated_bits=calibrated_bits,
         from_chunks=from_chunks,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rekindle.core.cells import CellGrid
 from rekindle.core.kv import Span
 
 RAW = "raw"  # the level of KV as it was computed
 SharedTierName = Literal["redis", "s3"]  # several servers use it
+SHARED_TIERS: tuple[SharedTierName, ...] = get_args(SharedTierName)
 Tier = Literal["engine", "memory", "disk", "coded", SharedTierName]  # nearest first; coded: decoded while loading
 
 

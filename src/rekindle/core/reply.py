@@ -160,6 +160,7 @@ class Reuse:
                         off
     engine              tokens whose KV was still in the engine
     memory, disk        tokens whose KV was loaded from there
+    shared              the same from shared tiers, by name: redis, s3
     quantized           number of those loaded or still in the engine that had been quantized
     calibrated_bits     whether the bits that this session quantizes KV with were calibrated for the model (for the KV
                         of an adapter: with adapters); None if nothing quantized here was reused
@@ -189,6 +190,7 @@ class Reuse:
     engine: int = 0
     memory: int = 0
     disk: int = 0
+    shared: Mapping[str, int] = field(default_factory=dict)
     quantized: int = 0
     calibrated_bits: bool | None = None
     from_chunks: int = 0
@@ -213,6 +215,7 @@ class Reuse:
             "from the engine": self.engine,
             "from memory": self.memory,
             "from disk": self.disk,
+            **{f"from {tier}": count for tier, count in self.shared.items()},
             "from other prompts": self.from_chunks,
             f"from the origin{self._levels}": self.streamed,
         }
@@ -233,7 +236,7 @@ class Reuse:
     @property
     def loaded(self) -> int:
         """Tokens whose KV was computed in this context before."""
-        return self.engine + self.memory + self.disk
+        return self.engine + self.memory + self.disk + sum(self.shared.values())
 
     @property
     def reused(self) -> int:

@@ -64,6 +64,8 @@ class Metrics:
         self._requests.labels(*whose, reply.finish_reason).inc()
         for source in ("engine", "memory", "disk", "computed"):
             self._prompt.labels(*whose, source).inc(getattr(reuse, source))
+        for tier, count in reuse.shared.items():
+            self._prompt.labels(*whose, tier).inc(count)
         if reuse.streamed:
             self._prompt.labels(*whose, "streamed").inc(reuse.streamed)
         if reuse.from_chunks:
@@ -148,6 +150,15 @@ class _Machine:
         if lately["write_budget_left_bytes"] is not None:
             left = lately["write_budget_left_bytes"]
             yield _gauge("rekindle_write_budget_left_bytes", "What may be written to disk now.", left)
+        if store.shared.tiers:
+            up = GaugeMetricFamily("rekindle_tier_up", "1 if a shared tier answered the last time.", labels=["tier"])
+            failed = CounterMetricFamily("rekindle_tier_failures", "Questions without an answer.", labels=["tier"])
+            put = CounterMetricFamily("rekindle_tier_written_bytes", "Written to a shared tier.", labels=["tier"])
+            for shared in store.shared.tiers:
+                up.add_metric([shared.name], float(shared.answers))
+                failed.add_metric([shared.name], shared.counts.failures)
+                put.add_metric([shared.name], shared.counts.written_bytes)
+            yield from (up, failed, put)
         counts = store.counts
         yield _counter("rekindle_quarantined", "Entries quarantined because they were damaged.", counts.quarantined)
         failures = CounterMetricFamily("rekindle_cache_failures", "Reads and writes that failed.", labels=["kind"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rekindle.core.plan import SharedTierName
 from rekindle.errors import ExtraMissing, InvalidSetting
@@ -68,7 +69,8 @@ class RedisObjects:
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         with _failing():
-            return list(self._client.mget([self._value(key, 0) for key in keys])) if keys else []
+            found: list[Any] = self._client.mget([self._value(key, 0) for key in keys]) if keys else []
+            return found
 
     def get_ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | None]:
         with _failing(), self._client.pipeline(transaction=False) as pipeline:

@@ -23,7 +23,7 @@ from rekindle.store.objects import Buffer, ByteRange, TierFailed
 try:
     import obstore
     from obstore.exceptions import AlreadyExistsError, BaseError
-    from obstore.store import S3Store
+    from obstore.store import S3Config, S3Store
 except ImportError as error:  # pragma: no cover  (where the extra is not installed)
     raise ExtraMissing('The tier s3 needs: pip install "rekindle[s3]"') from error
 
@@ -47,14 +47,14 @@ class S3Objects:
         if scheme != "s3" or not bucket:
             raise InvalidSetting(f"s3={url!r} is no address of a bucket. Use s3://BUCKET/PREFIX.")
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        own = {} if endpoint is None else {"endpoint": endpoint}
+        config: S3Config = {} if endpoint is None else {"endpoint": endpoint}
         try:
             self._store = S3Store(
                 bucket,
                 prefix=prefix.strip("/") or None,
+                config=config,
                 client_options={"timeout": "10s", "connect_timeout": "1s", "allow_http": True},
                 retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=10)},
-                **own,
             )
         except BaseError as error:
             raise InvalidSetting(f"The store {url} cannot be used: {error}.") from error

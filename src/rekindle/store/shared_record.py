@@ -50,13 +50,12 @@ class SharedExtent:
     @classmethod
     def from_json(cls, fields: Any) -> SharedExtent:
         """Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for anything else."""
-        texts = [fields[name] for name in ("name", "kv_space", "digest", "coding")]
-        numbers = [fields[name] for name in ("size_bytes", "header_bytes", "depth", "blocks")]
-        if not all(isinstance(text, str) for text in texts) or not all(_is_count(number) for number in numbers):
+        texts = {name: fields[name] for name in ("name", "kv_space", "digest", "coding")}
+        numbers = {name: fields[name] for name in ("size_bytes", "header_bytes", "depth", "blocks")}
+        if not all(isinstance(text, str) for text in texts.values()) or not all(map(_is_count, numbers.values())):
             raise ValueError("a field of a record has another type")
-        bytes.fromhex(texts[2])
-        bases = tuple(SharedBase.from_json(base) for base in fields["bases"])
-        return cls(*texts[:3], *numbers, texts[3], bases)
+        bytes.fromhex(texts["digest"])
+        return cls(**texts, **numbers, bases=tuple(SharedBase.from_json(base) for base in fields["bases"]))
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class ChunkRecord:
     """A variant of a chunk: the columns of its row, and the extents that hold it."""
 
     nonprefix: bool
-    columns: tuple[bytes | float, ...]
+    columns: tuple[object, ...]
     chain: ChainRecord
 
 

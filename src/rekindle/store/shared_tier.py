@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import quote
 
@@ -145,12 +146,12 @@ class SharedTier:
         points = _points(whole)
         keys = [self._chain_key(kv_space, match.keys[point - 1]) for point in points]
         with self._asking():
-            if parse_chain(self.objects.get_many(keys[-1:])[0]) is not None:
+            known = self._present(kv_space, match)
+            if known.blocks >= whole:
                 return "known"
             if not self.objects.claim(keys[-1], _CLAIM_SECONDS):
                 return "claimed"
             try:
-                known = self._present(kv_space, match)
                 new = [one for one in own if min(one.depth + one.blocks, whole) > known.blocks]
                 for extent in _with_bases(new):
                     if not self._put_extent(kv_space, extent, read):
@@ -162,7 +163,7 @@ class SharedTier:
                 record = ChainRecord(known.kept, whole, (*known.until(first).extents, *new))
                 for point, key, there in zip(points, keys, self.objects.contains(keys), strict=True):
                     if point > first or not there:
-                        self.objects.put(key, record.until(point).to_bytes())
+                        self.objects.put(key, (record if point == whole else record.until(point)).to_bytes())
                 return "kept"
             finally:
                 self.objects.release(keys[-1])
@@ -188,7 +189,7 @@ class SharedTier:
             self.objects.remove([self._extent_key(kv_space, name)])
 
     def remove_all(self, scope: Scope | None) -> int:
-        """Remove everything of a tenant and salt, or of all tenants that this server knows; returns how many objects."""
+        """Remove everything of a tenant and salt, or of all tenants; returns the number of objects."""
         with self._asking():
             return self.objects.remove_under(folder_of(scope))
 
@@ -244,9 +245,10 @@ class SharedTier:
         at = match.length
         useful = [one for one in record.extents if (one.depth + one.blocks) * BLOCK_TOKENS > at]
         present = self._announce(kv_space, useful)
+        useful = list(takewhile(lambda one: one.name in present, useful))
         for number, extent in enumerate(useful):
             first = extent.depth * BLOCK_TOKENS
-            if extent.name not in present or first > at:
+            if first > at:
                 return
             try:
                 plan = self.plan_of(kv_space, extent)

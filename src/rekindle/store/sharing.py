@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from rekindle.core.chunk import ChunkDigest, Variant, chain_tokens, nonprefix
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, token_ids
@@ -14,41 +19,75 @@ from rekindle.store.catalog import catalog, delta_rows
 from rekindle.store.catalog.variant_rows import ChunkLocation, SpaceRow, chunk_location, listing, parse_row
 from rekindle.store.delta_base import base_files
 from rekindle.store.disk import DiskStore
-from rekindle.store.extents import BaseFile
-from rekindle.store.failures import Failures
+from rekindle.store.extents import BaseFile, Damaged
+from rekindle.store.failures import FAILURES, Failures
 from rekindle.store.prefix_index import Match, Piece
 from rekindle.store.shared_record import ChainRecord, ChunkRecord, SharedBase, SharedExtent
 from rekindle.store.shared_tier import SharedTier
 from rekindle.store.variants import StoredVariant, moved
 
+_MAX_WAITING = 64
+T = TypeVar("T")
 Lookup = Callable[[KvSpace, Sequence[int]], Match]
+Present = Callable[[], bool]
+
+
+def _always() -> bool:
+    return True
 
 
 class Sharing:
-    """What a store shares with those of other servers. `lookup` finds what is in the folder."""
+    """What a store shares with those of other servers. `lookup` finds what is in the folder.
+
+    `worth` names the tiers from which a prompt of that many tokens loads sooner than it is computed: only those get it.
+    """
 
     def __init__(self, disk: DiskStore, failures: Failures, lookup: Lookup, tiers: Sequence[SharedTier]) -> None:
         self.tiers = tuple(tiers)
+        self.worth: Callable[[KvSpace, int], Collection[str]] = lambda *_: [tier.name for tier in tiers]
+        self.outcomes: Counter[str] = Counter()
         self._disk = disk
         self._failures = failures
         self._lookup = lookup
+        self._writer = ThreadPoolExecutor(1, "rekindle-share")
+        self._waiting: set[Future[None]] = set()
+
+    # -- in the background -------------------------------------------------------------------------------------------
+
+    def later(self, work: Callable[[], str]) -> None:
+        """Do something on the writer's thread, and count its outcome; what does not fit into its queue is dropped."""
+
+        def do() -> None:
+            self.outcomes[work()] += 1
+
+        if not self.tiers:
+            return
+        if len(self._waiting) >= _MAX_WAITING:
+            self.outcomes["backlog"] += 1
+            return
+        with suppress(RuntimeError):  # it was closed
+            future = self._writer.submit(do)
+            self._waiting.add(future)
+            future.add_done_callback(self._waiting.discard)
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until all that is queued was written; False if that takes longer."""
+        return not wait(list(self._waiting), timeout_seconds).not_done
+
+    # -- reading and writing -----------------------------------------------------------------------------------------
 
     def extend(self, kv_space: KvSpace, match: Match, names: Collection[str]) -> Match:
         """`match` with what the tiers of these names have of the prompt beyond it."""
         for tier in self._named(names):
-            known = match
-            match = self._failures.reading(lambda tier=tier, known=known: tier.extend(kv_space, known), match)
+            match = self._trying(partial(tier.extend, kv_space, match), match)
         return match
 
-    def share(
-        self, kv_space: KvSpace, tokens: Sequence[int], names: Collection[str], present: Callable[[], bool]
-    ) -> str:
-        """Write a stored prompt to the tiers of these names, as far as they do not have it; returns the last outcome."""
+    def share(self, kv_space: KvSpace, tokens: Sequence[int], present: Present = _always) -> str:
+        """Write a stored prompt to the tiers that are worth it and do not have it; returns the last outcome."""
         outcome = "unshared"
-        for tier in self._named(names):
-            outcome = self._failures.writing(
-                lambda tier=tier: self._share(tier, kv_space, tokens, present), lambda _: "failed"
-            )
+        for tier in self._named(self.worth(kv_space, len(tokens))):
+            share = partial(self._share, tier, kv_space, tokens, present)
+            outcome = self._trying(share, "failed")
         return outcome
 
     def find_chunks(
@@ -56,57 +95,51 @@ class Sharing:
     ) -> dict[ChunkDigest, list[StoredVariant]]:
         """The variants of chunks, given with the bytes of their tokens, on the first tier that has some of each."""
         found: dict[ChunkDigest, list[StoredVariant]] = {}
-        for tier in self._named(names):
+
+        def look(tier: SharedTier) -> None:
             missing = [digest for digest in chunks if digest not in found]
+            for digest, records in (tier.find_chunks(kv_space, missing) if missing else {}).items():
+                stored = [self._stored(tier, kv_space, digest, chunks[digest], record) for record in records]
+                if usable := [one for one in stored if one is not None]:
+                    found[digest] = usable
 
-            def look(
-                tier: SharedTier = tier, missing: list[ChunkDigest] = missing
-            ) -> dict[ChunkDigest, list[StoredVariant]]:
-                records = tier.find_chunks(kv_space, missing) if missing else {}
-                stored = {
-                    digest: [
-                        one for one in (self._stored(tier, kv_space, digest, chunks[digest], r) for r in some) if one
-                    ]
-                    for digest, some in records.items()
-                }
-                return {digest: some for digest, some in stored.items() if some}
-
-            found |= self._failures.reading(look, {})
+        for tier in self._named(names):
+            self._trying(partial(look, tier), None)
         return found
 
-    def share_chunks(
-        self, kv_space: KvSpace, tokens: Sequence[int], variants: Sequence[Variant], names: Collection[str]
-    ) -> None:
-        """List chunks of a prompt on the tiers of these names, as far as they have the prompt."""
+    def share_chunks(self, kv_space: KvSpace, tokens: Sequence[int], variants: Sequence[Variant]) -> str:
+        """List chunks of a prompt on the tiers that have it."""
         match = self._lookup(kv_space, tokens)
 
-        def write(tier: SharedTier) -> None:
+        def write(tier: SharedTier) -> str:
             chain = tier.chain_of(kv_space, match)
             for variant in variants if chain is not None else ():
                 location = chunk_location(match.root, match.keys, match.tokens, variant.span)
                 if chain is not None and location.last < chain.blocks:
                     self._write_chunk(tier, kv_space, kv_space, location, variant, chain)
+            return "noted"
 
-        for tier in self._named(names):
-            self._failures.writing(lambda tier=tier: write(tier), lambda _: None)
+        return self._on_all(write)
 
-    def share_nonprefix(
-        self, kv_space: KvSpace, tokens: bytes, variant: Variant, names: Collection[str], present: Callable[[], bool]
-    ) -> None:
-        """The same for non-prefix KV of a chunk that was stored, with its KV."""
+    def share_nonprefix(self, kv_space: KvSpace, tokens: bytes, variant: Variant, present: Present = _always) -> str:
+        """Write non-prefix KV of a chunk that was stored, and list it."""
         own, data = nonprefix(kv_space), token_ids(chain_tokens(variant.digest, tokens))
-        self.share(own, data, names, present)
+        self.share(own, data, present)
         match = self._lookup(own, data)
 
-        def write(tier: SharedTier) -> None:
+        def write(tier: SharedTier) -> str:
             chain = tier.chain_of(own, match)
-            if chain is not None and match.pieces:
+            if chain is not None and match.length == len(data):
                 span = Span(match.length - len(variant.span), match.length)
                 location = chunk_location(match.root, match.keys, match.tokens, span)
                 self._write_chunk(tier, kv_space, own, location, variant, chain)
+            return "noted"
 
-        for tier in self._named(names):
-            self._failures.writing(lambda tier=tier: write(tier), lambda _: None)
+        return self._on_all(write)
+
+    def _on_all(self, write: Callable[[SharedTier], str]) -> str:
+        done = [self._trying(partial(write, tier), "failed") for tier in self.tiers]
+        return done[-1] if done else "unshared"
 
     def remove(self, scope: Scope | None) -> None:
         """Remove everything of a tenant and salt, or all. Raises `CacheUnusable` if a tier does not answer."""
@@ -119,9 +152,18 @@ class Sharing:
                 ) from error
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """End the thread, close the connections. Idempotent."""
+        self._writer.shutdown(wait=False, cancel_futures=True)
         for tier in self.tiers:
             tier.close()
+
+    def _trying(self, work: Callable[[], T], failed: T) -> T:
+        """The result of `work`, or `failed`: a tier that does not answer, or what is in the folder cannot be read."""
+        try:
+            return work()
+        except (*FAILURES, Damaged) as error:
+            self._failures.log_once("A shared tier was not used", error)
+            return failed
 
     def _named(self, names: Collection[str]) -> list[SharedTier]:
         return [tier for tier in self.tiers if tier.name in names]

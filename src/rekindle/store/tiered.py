@@ -212,8 +212,8 @@ class TieredStore:
 
         `tokens` may continue after the span. The store owns the arrays from now on, and may hold them in memory.
         Returns when the KV is on disk and visible to every process. Without `evict` it is refused if other KV would
-        have to go. `app` is its user. `lossy`: it was quantized before, and is not again. `present` says, in the transaction that makes
-        it visible, whether its source still exists.
+        have to go. `app` is its user. `lossy`: it was quantized before, and is not again. `present` says, in the
+        transaction that makes it visible, whether its source still exists.
         """
         data = token_bytes(tokens[: kv.span.stop])
         if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != kv_space.layout:
