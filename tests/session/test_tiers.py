@@ -1,4 +1,4 @@
-"""Sessions of several servers on one Redis: what one computed another loads, and every answer is that without a cache."""
+"""Sessions of several servers on one Redis: what one computed another loads, and no answer changes."""
 
 from __future__ import annotations
 

@@ -130,11 +130,15 @@ class RedisObjects:
 
     def remove_under(self, folder: str) -> int:
         pattern = "".join(f"\\{letter}" if letter in "*?[]\\" else letter for letter in self._name(folder))
-        with _failing():
-            names = [name.decode() for name, _ in self._client.hscan_iter(self._index[1], f"{pattern}/*", _A_SCAN)]
-        for first in range(0, len(names), _A_SCAN):
-            self.remove([name.removeprefix(self._prefix) for name in names[first : first + _A_SCAN]])
-        return len(names)
+        values: list[str] = []
+        with _failing():  # the index is not asked: the server may have evicted it
+            values += [name.decode() for name in self._client.scan_iter(f"{pattern}/*", _A_SCAN)]
+            for first in range(0, len(values), _A_SCAN):
+                self._client.unlink(*values[first : first + _A_SCAN])
+        keys = sorted({name.removeprefix(self._prefix).rpartition("#")[0] for name in values if "#" in name})
+        for first in range(0, len(keys), _A_SCAN):
+            self.remove(keys[first : first + _A_SCAN])
+        return len(keys)
 
     def used_bytes(self) -> int:
         with _failing():

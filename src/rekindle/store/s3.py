@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rekindle.core.plan import SharedTierName
 from rekindle.errors import ExtraMissing, InvalidSetting
@@ -23,7 +23,7 @@ from rekindle.store.objects import Buffer, ByteRange, TierFailed
 try:
     import obstore
     from obstore.exceptions import AlreadyExistsError, BaseError
-    from obstore.store import S3Config, S3Store
+    from obstore.store import S3Store
 except ImportError as error:  # pragma: no cover  (where the extra is not installed)
     raise ExtraMissing('The tier s3 needs: pip install "rekindle[s3]"') from error
 
@@ -47,7 +47,7 @@ class S3Objects:
         if scheme != "s3" or not bucket:
             raise InvalidSetting(f"s3={url!r} is no address of a bucket. Use s3://BUCKET/PREFIX.")
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        config: S3Config = {} if endpoint is None else {"endpoint": endpoint}
+        config: Any = {} if endpoint is None else {"endpoint": endpoint}
         try:
             self._store = S3Store(
                 bucket,

@@ -3,7 +3,7 @@
     extents   [ E1: blocks 0..36 ][ E2: 37..74 ][ E3 ...
     records          8   16   24   32   40   48 ...       each names every extent from the root up to its block
 
-A record is written after all extents it names: it is the commit. Whoever finds the deepest one of a prompt knows the
+A record is written after all extents it names: it is the commit. The deepest one of a prompt names the
 whole chain. It is not trusted: the digests of headers and data decide, and the tokens in the headers are compared.
 """
 

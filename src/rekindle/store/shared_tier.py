@@ -146,12 +146,14 @@ class SharedTier:
         points = _points(whole)
         keys = [self._chain_key(kv_space, match.keys[point - 1]) for point in points]
         with self._asking():
-            known = self._present(kv_space, match)
-            if known.blocks >= whole:
+            if self._present(kv_space, match).blocks >= whole:
                 return "known"
             if not self.objects.claim(keys[-1], _CLAIM_SECONDS):
                 return "claimed"
             try:
+                known = self._present(kv_space, match)  # another server may have just written it
+                if known.blocks >= whole:
+                    return "known"
                 new = [one for one in own if min(one.depth + one.blocks, whole) > known.blocks]
                 for extent in _with_bases(new):
                     if not self._put_extent(kv_space, extent, read):

@@ -1,4 +1,4 @@
-"""The shared tiers of a store, the nearest first. As everywhere in the store, a failure is a miss or "not kept"."""
+"""The shared tiers of a store, the nearest first. A failure is a miss or "not kept"."""
 
 from __future__ import annotations
 
