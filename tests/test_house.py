@@ -42,8 +42,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),
-    ("rekindle", 1290, 8, "shared tiers: Redis, S3 and encrypted objects behind one protocol, records, extents read by ranges, "
-     "write-behind with claims, chunks; settings, doctor and metrics of them"),
+    ("rekindle", 1320, 8, "shared tiers: Redis, S3 and encrypted objects behind one protocol, records, extents read "
+     "by ranges, write-behind with claims, chunks; settings, doctor and metrics of them"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
 )  # fmt: skip
 

@@ -44,7 +44,7 @@ _PROBES = 32  # records asked for at once
 _CLAIM_SECONDS = 60.0
 _QUIET_SECONDS = 10.0  # without questions, after a failure
 _MAX_A_CHUNK = 4  # variants
-_MAX_KNOWN = 1024
+_MAX_KNOWN, _MAX_SCOPES = 1024, 64  # remembered
 
 
 @dataclass
@@ -100,9 +100,12 @@ class SharedTier:
 
     def extents(self, scope: Scope) -> ExtentFiles:
         """The extents of a tenant and salt, to read an open one."""
-        if scope not in self._extents:
-            self._extents[scope] = ExtentFiles(Path(folder_of(scope)), self._files, self._digester)
-        return self._extents[scope]
+        known = self._extents.get(scope)
+        if known is None:
+            while len(self._extents) >= _MAX_SCOPES:
+                self._extents.pop(next(iter(self._extents))).close()
+            known = self._extents[scope] = ExtentFiles(Path(folder_of(scope)), self._files, self._digester)
+        return known
 
     def find_chunks(self, kv_space: KvSpace, digests: Sequence[ChunkDigest]) -> dict[ChunkDigest, list[ChunkRecord]]:
         """The variants of chunks whose extents exist; a chunk without any is left out."""
@@ -208,6 +211,8 @@ class SharedTier:
 
     def close(self) -> None:
         """End the threads, close the connections. Idempotent."""
+        for extents in self._extents.values():
+            extents.close()
         self._files.end()
         self.objects.close()
 

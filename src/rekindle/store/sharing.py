@@ -143,13 +143,7 @@ class Sharing:
 
     def remove(self, scope: Scope | None) -> None:
         """Remove everything of a tenant and salt, or all. Raises `CacheUnusable` if a tier does not answer."""
-        for tier in self.tiers:
-            try:
-                tier.remove_all(scope)
-            except OSError as error:
-                raise CacheUnusable(
-                    f"Not all could be removed from the tier {tier.name}: {error}. Run it again."
-                ) from error
+        remove_from(self.tiers, scope)
 
     def close(self) -> None:
         """End the thread, close the connections. Idempotent."""
@@ -241,6 +235,17 @@ class Sharing:
             tokens=tokens,
             pieces=tuple(moved(piece, shift) for piece in pieces),
         )
+
+
+def remove_from(tiers: Sequence[SharedTier], scope: Scope | None) -> None:
+    """Remove everything of a tenant and salt, or all, from tiers. Raises `CacheUnusable` if one does not answer."""
+    for tier in tiers:
+        try:
+            tier.remove_all(scope)
+        except OSError as error:
+            raise CacheUnusable(
+                f"Not all could be removed from the tier {tier.name}: {error}. Run it again."
+            ) from error
 
 
 def _pieces(tier: SharedTier, span: Span, chain: ChainRecord) -> list[Piece]:

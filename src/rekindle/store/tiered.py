@@ -142,16 +142,16 @@ class TieredStore:
         `app` is the user; without one, `record_request` or `record_use_by` record it when the request is over.
         """
         length = max(1, match.length)
-        now, local = self.disk.clock(), [piece for piece in match.pieces if piece.tier is None]
+        now, here = self.disk.clock(), [piece for piece in match.pieces if piece.tier is None]
         self._access_log.add(
-            [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in local]
+            [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in here]
         )
         if app is not None:
-            self.record_use_by(app, local)
+            self.record_use_by(app, here)
 
     def record_use_by(self, app: AppRef | None, pieces: Sequence[Piece], requests: int = 0) -> None:
-        """Record the user of pieces, and the number of requests; without an app, only if apps are registered."""
-        places = [UsedBlocks(piece.extent, piece.name, piece.last) for piece in pieces]
+        """Record the user of pieces here, and the number of requests; without an app, only if apps are registered."""
+        places = [UsedBlocks(piece.extent, piece.name, piece.last) for piece in pieces if piece.tier is None]
         self._access_log.add([AppAccess(app, places, self.disk.clock(), self.disk.room.allows, requests)])
         self._apps_to_flush = True
 
