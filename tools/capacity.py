@@ -108,17 +108,22 @@ def fleet_need(rate: float, costs: MeasuredCosts, given: Assumptions) -> FleetNe
 def table(costs: MeasuredCosts, given: Assumptions) -> str:
     """The needs of each rate, as a table of a page."""
     lines = [
-        "| requests a second | nodes | from the tier, GB/s | to the tier, GB/s | stored, TB | tier machines by network, "
-        "by memory | breaks first |",
+        "| requests a second | nodes | from the tier, GB/s | to the tier, GB/s | stored, TB "
+        "| tier machines by network, by memory | breaks first |",
         "|---:|---:|---:|---:|---:|---:|---|",
     ]
     for rate in RATES:
         need = fleet_need(rate, costs, given)
-        by_link, by_memory = math.ceil(need.tier_links), math.ceil(need.tier_memories)
-        lines.append(
-            f"| {rate:,} | {math.ceil(need.nodes):,} | {need.read_bytes / 1e9:,.1f} | {need.written_bytes / 1e9:,.1f} | "
-            f"{need.stored_bytes / 1e12:,.1f} | {by_link:,}, {by_memory:,} | {', then '.join(need.breaks) or 'nothing'} |"
+        cells = (
+            f"{rate:,}",
+            f"{math.ceil(need.nodes):,}",
+            f"{need.read_bytes / 1e9:,.1f}",
+            f"{need.written_bytes / 1e9:,.1f}",
+            f"{need.stored_bytes / 1e12:,.1f}",
+            f"{math.ceil(need.tier_links):,}, {math.ceil(need.tier_memories):,}",
+            ", then ".join(need.breaks) or "nothing",
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
