@@ -191,6 +191,7 @@ def test_bandwidth_is_measured(at: Opens) -> None:
         {"tiers": "memory > disk > s3"},
         {"redis_limit": "10%", "tiers": TIERS},
         {"redis": "http://elsewhere", "tiers": TIERS},
+        {"redis": "redis://:secret@cache.example:6379", "tiers": TIERS},
         {"s3": "bucket", "tiers": "memory > disk > s3"},
     ],
 )

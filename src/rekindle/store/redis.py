@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
+from rekindle.addresses import is_loopback
 from rekindle.core.plan import SharedTierName
 from rekindle.errors import ExtraMissing, InvalidSetting
 from rekindle.store.objects import Buffer, ByteRange, TierFailed
@@ -55,6 +57,12 @@ class RedisObjects:
 
     def __init__(self, url: str, limit_bytes: int, ttl_seconds: float | None = None, prefix: str = "rekindle/") -> None:
         """Connects when it is first used. Raises `InvalidSetting` for a wrong address."""
+        address = urlsplit(url)
+        if address.password and address.scheme == "redis" and not is_loopback(address.hostname or ""):
+            raise InvalidSetting(
+                f"The password of Redis is not sent to {address.hostname} without TLS, where others could read it. Use "
+                "rediss://, or a tunnel that ends on localhost."
+            )
         try:
             self._client = redis.Redis.from_url(
                 url, socket_connect_timeout=_CONNECT_SECONDS, socket_timeout=_SOCKET_SECONDS
