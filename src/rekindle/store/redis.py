@@ -27,7 +27,7 @@ _CONNECT_SECONDS, _SOCKET_SECONDS = 0.5, 2.0
 _PART_BYTES = 32 << 20  # a value has 512 MB at most, and a large one holds up other clients
 _A_SCAN = 1000
 
-# KEYS: times of use, sizes, sum of sizes. ARGV: object, its size, now, limit. 0: it does not fit.
+# KEYS: times of use, sizes, sum of sizes. ARGV: object, its size, now, limit, size of a part. 0: it does not fit.
 _RESERVE = """
 local size, limit = tonumber(ARGV[2]), tonumber(ARGV[4])
 if size > limit then return 0 end
