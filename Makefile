@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 # Compiled once, not in each of the thousand processes that tests start.
 export PYTHONDONTWRITEBYTECODE :=
-EXTRAS := hf,llamacpp,onnx,onnx-export,knowledge,langchain,llamaindex,bench,dev
+EXTRAS := hf,llamacpp,onnx,onnx-export,knowledge,redis,s3,langchain,llamaindex,bench,dev
 
 .PHONY: help setup clients test-clients test-llamacpp engines turns demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server test-page screenshots clean
 

@@ -160,6 +160,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared machine may be slow: only tests of deadlines have any."""
     monkeypatch.setattr("rekindle.cache.stored_kv.LOOKUP_SECONDS", 120.0)
     monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 120.0)
+    monkeypatch.setattr("rekindle.cache.stored_kv.SHARED_LOOKUP_SECONDS", 120.0)
     monkeypatch.setattr("rekindle.cache.inflight._WRITE_SECONDS", 120.0)
 
 

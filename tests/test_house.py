@@ -53,6 +53,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "listening before the first is loaded; contexts as long as model and memory allow (context_length)"),
     ("rekindle", 660, 6, "the page at / (recent_requests, usage_log, server/page), `rekindle top`, the source of "
      "every token of a prompt (Reuse.by_source, source_spans), bars in notebooks"),
+    ("rekindle", 1320, 8, "shared tiers: Redis, S3 and encrypted objects behind one protocol, records, extents read "
+     "by ranges, write-behind with claims, chunks; settings, doctor and metrics of them"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -13,10 +13,11 @@ from rekindle import Session
 from rekindle.cli.cache import open_cache
 from rekindle.cli.origin import _read_tokens
 from rekindle.cli.server import _read_keys
+from rekindle.codec.cipher import read_secret
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
-from rekindle.remote.signing import SigningKey, make_secret, make_signing_key, read_public, read_secret
+from rekindle.remote.signing import SigningKey, make_secret, make_signing_key, read_public
 from rekindle.safe_read import read_secret_file, read_small_file
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="modes of files mean nothing there")

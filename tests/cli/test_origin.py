@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from rekindle import Session
+from rekindle.codec.cipher import read_secret
 from rekindle.core.kv import Span
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.remote.client import Origin
 from rekindle.remote.publish.publisher import Publisher
-from rekindle.remote.signing import SigningKey, read_public, read_secret
+from rekindle.remote.signing import SigningKey, read_public
 from rekindle.session.prompt import encode_prompt
 from rekindle.session.publish import beginnings, computed, levels_of
 from tests.cli.test_commands import rekindle

@@ -193,7 +193,7 @@ def test_a_prompt_of_many_sources_has_a_coarse_bar() -> None:
 def test_rows_and_texts_are_bounded() -> None:
     recent = RecentRequests(max_rows=3, max_text_bytes=20)
     for number in range(5):
-        record = recent.begin(Scope("local"), "", "m", keeps_text=True)
+        record = recent.begin(Scope("local"), "", "m", None, keeps_text=True)
         record.tokens = bytes(8)
         recent.take(record, Planned(Reuse("exact", 10)))
         recent.take(record, Finished(made_reply(Reuse("exact", 10), f"reply {number}")))

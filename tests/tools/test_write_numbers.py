@@ -22,6 +22,7 @@ _CONSTANTS = {
     "guide/server": {"15 s", "10 s", "30 s"},  # waits of a server that stops
     "concepts/architecture": {"2 s"},  # for any header of a file
     "concepts/cache": {"0.25 s", "1 s", "10 s"},  # deadlines
+    "concepts/capacity": {"80 %", "70 %", "4.4 GB/s"},  # assumptions; the last is compared by test_capacity.py
     "concepts/server": {"5 ms", "250 ms", "1 s"},  # how long a step waits for others, and a piece of a prompt takes
     "concepts/streaming": {"1.5 %", "0.2 s"},  # before computing starts
     "concepts/threats": {"0.2 s", "1.2 times", "1.5 s", "2 s", "50 ms"},  # promised limits

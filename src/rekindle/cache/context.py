@@ -50,6 +50,7 @@ class Context:
         self.origin_miss: OriginMiss | None = None  # why nothing of the current prompt came from the origin
         self.checkpoint_tokens = 0  # number of first tokens of its last stored checkpoint
         self.quantized_tokens = 0  # number of its tokens whose KV was quantized
+        self.shared_tokens = 0  # number of its first tokens that were loaded with the help of a shared tier
         self.hits = 0  # number of requests that continued it
         self.coarse_from: int | None = None  # from there on some KV has fewer bits than this space stores
         self._keeps: list[WriteJob] = []
@@ -92,6 +93,7 @@ class Context:
         known = self.stored_tokens  # before those that are done are forgotten
         job = WriteJob(self.kv_space, self.tokens[:count], self.sequence.export, known=known)
         job.guard, job.app_ref, job.last = self.guard, self.app_ref, self.ended
+        job.shared_tokens, job.lossy = self.shared_tokens, self.quantized_tokens > 0
         job.wanted = self.wanted or (self.inflight is not None and self.inflight.waiting > 0)
         self._keeps = [*(other for other in self._keeps if not other.detached), job]
         return job
@@ -115,6 +117,7 @@ class Context:
         self.tokens = self.tokens[:length]
         self.chunk_reuse = cut_passages(self.chunk_reuse, length)
         self.quantized_tokens = min(self.quantized_tokens, length)
+        self.shared_tokens = min(self.shared_tokens, length)
         self.coarse_from = None if length <= (self.coarse_from or 0) else self.coarse_from
         self.checkpoint_tokens = min(self.checkpoint_tokens, length)
 

@@ -48,11 +48,15 @@ _SIZES_APART = 4.0  # the largest measurement must be this many times the smalle
 # and 450 ms coded).
 _CORE_FLOP, _ACCELERATOR_FLOP = 1e11, {4: 5e13, 2: 5e14, 1: 5e14}  # a second; of an accelerator by bytes of a number
 _CPU_WEIGHT_BYTES, _ACCELERATOR_WEIGHT_BYTES = 2e10, 3e12  # a second
-_LOADS: dict[Tier, tuple[float, float]] = {"memory": (2e-3, 4e9), "disk": (5e-3, 1e9), "coded": (1e-2, 3e8)}
-_DEVICE_LOADS: dict[Tier, tuple[float, float]] = {"memory": (5e-3, 2e10), "disk": (2e-2, 5e9), "coded": (6e-2, 1.5e9)}
+_LOADS: dict[Tier, tuple[float, float]] = {
+    "memory": (2e-3, 4e9), "disk": (5e-3, 1e9), "coded": (1e-2, 3e8), "redis": (5e-3, 1e8), "s3": (1e-1, 5e7),
+}  # fmt: skip
+_DEVICE_LOADS: dict[Tier, tuple[float, float]] = {
+    "memory": (5e-3, 2e10), "disk": (2e-2, 5e9), "coded": (6e-2, 1.5e9), "redis": (2e-2, 1e9), "s3": (1e-1, 5e8),
+}  # fmt: skip
 _CHUNKS, _ACCELERATOR_CHUNKS = (5e-3, 1.5), (2.5e-2, 1.5)
 _STEP_TIMES = 4.0  # longer a token than in a prefill: products of a few rows are slow
-_WIDTHS = {"compute": 3, "memory": 2, "disk": 2, "coded": 2, "chunks": 2, "step": 3}  # features of each kind
+_WIDTHS: dict[str, int] = {"compute": 3, **dict.fromkeys(_LOADS, 2), "chunks": 2, "step": 3}  # features of each kind
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,11 @@ class _Kind:
             scaled = [(*row[:-2], row[-2] * scale, row[-1]) for row in self.rows]
             self.rows = deque((*filter(_is_sound, scaled), newest), maxlen=_MEASUREMENTS)
 
+    def tried(self) -> None:
+        """It was tried, and there was nothing to measure."""
+        if self.refusals:
+            self.refusals, self._patience = 0, min(2 * self._patience, _MAX_PATIENCE)
+
     def hoped(self, rates: tuple[float, ...]) -> tuple[float, ...]:
         """The rates, less for every refusal: what is never tried is never measured again. Every try that changes
         nothing makes the next one half as likely."""
@@ -163,6 +172,13 @@ class Costs:
         with self._lock:
             for kind in kinds:
                 self._kinds[kind].refusals += 1
+                self._rates = None
+
+    def tried(self, kinds: Iterable[str]) -> None:
+        """Record that something was tried and brought nothing."""
+        with self._lock:
+            for kind in kinds:
+                self._kinds[kind].tried()
                 self._rates = None
 
     @property

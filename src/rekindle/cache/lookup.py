@@ -52,9 +52,8 @@ class CacheLookup:
 
     @property
     def stored_tokens(self) -> int:
-        """Number of tokens stored in the prompt's own KV space."""
-        matches = self.matches
-        return matches.stored[-1].span.stop if matches.stored and matches.kv_space is None else 0
+        """Number of tokens stored on this machine in the prompt's own KV space."""
+        return self.matches.local_tokens if self.matches.kv_space is None else 0
 
     @property
     def forks(self) -> bool:

@@ -9,11 +9,12 @@ import psutil
 
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.core.size import parse_duration, parse_limit
-from rekindle.errors import CacheUnusable
+from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.knowledge.library_folder import knowledge_folder
 from rekindle.machine import cache_folder
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings
+from rekindle.store.objects import ObjectStore
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 
@@ -43,9 +44,43 @@ def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | Non
     )
     knowledge_folder(settings)  # documents of earlier versions leave a cache folder before it is opened
     try:
-        return TieredStore(settings.cache or cache_folder(), chosen)
+        return TieredStore(settings.cache or cache_folder(), chosen, shared=shared_tiers(settings))
     except CacheUnusable as error:
         if settings.cache is not None:
             raise
         log.warning("The cache cannot be used, so everything is computed: %s", error)
         return None
+
+
+def shared_tiers(settings: Settings) -> list[ObjectStore]:
+    """The shared tiers that the settings name, the nearest first. Raises `InvalidSetting` and `ExtraMissing`."""
+    names = [name.strip() for name in settings.tiers.split(">")]
+    shared = names[2:]
+    if names[:2] != ["memory", "disk"] or shared not in ([], ["redis"], ["s3"], ["redis", "s3"]):
+        raise InvalidSetting(f"tiers={settings.tiers!r} is no order of tiers. Use memory > disk > redis > s3, or less.")
+    ttl_seconds = None if settings.ttl is None else parse_duration(settings.ttl)
+    opened: list[ObjectStore] = []
+    if "redis" in shared:
+        from rekindle.store.redis import RedisObjects  # what it needs is not always installed
+
+        opened.append(RedisObjects(settings.redis, _limit_bytes(settings.redis_limit, "redis_limit"), ttl_seconds))
+    if "s3" in shared:
+        from rekindle.store.s3 import S3Objects
+
+        if settings.s3 is None:
+            raise InvalidSetting("The tier s3 needs a bucket: set s3=s3://BUCKET/PREFIX.")
+        opened.append(S3Objects(settings.s3, _limit_bytes(settings.s3_limit, "s3_limit"), ttl_seconds))
+    if settings.tier_secret is None:
+        return opened
+    from rekindle.codec.cipher import read_secret
+    from rekindle.store.sealed import SealedObjects
+
+    secret = read_secret(Path(settings.tier_secret))
+    return [SealedObjects(objects, secret) for objects in opened]
+
+
+def _limit_bytes(text: str, name: str) -> int:
+    size_bytes = parse_limit(text, name).size_bytes
+    if size_bytes is None:
+        raise InvalidSetting(f"{name}={text!r} is a share. Use a size (10GB).")
+    return size_bytes

@@ -74,7 +74,7 @@ def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float:
     total = 0.0
     for step in steps:
         if isinstance(step, Load):
-            more = beside.get(step.span.start, 0) if step.tier == "coded" else 0
+            more = beside.get(step.span.start, 0)
             total += rates.load_seconds(step.tier, len(step.span) * token_bytes + more)
         elif isinstance(step, Compute):
             total += rates.compute_seconds(step.span)

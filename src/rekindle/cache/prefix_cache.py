@@ -368,7 +368,7 @@ class PrefixCache:
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything offered so far is written; False if that takes longer."""
-        return self.writer is None or self.writer.flush(timeout_seconds)
+        return self.kv.flush(timeout_seconds)
 
     def close(self) -> None:
         """Write what is queued, within a bounded time, and remember the costs. Idempotent."""

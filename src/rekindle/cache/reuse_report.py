@@ -11,7 +11,7 @@ import numpy as np
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import PrefillResult
 from rekindle.core.keys import KvSpace
-from rekindle.core.plan import Plan
+from rekindle.core.plan import SHARED_TIERS, Plan
 from rekindle.core.reply import SOURCES, ChunkReuse, Reuse
 
 
@@ -47,6 +47,7 @@ def report_reuse(
         engine=tiers["engine"],
         memory=tiers["memory"],
         disk=tiers["disk"] + tiers["coded"],
+        shared={tier: tiers[tier] for tier in SHARED_TIERS if tiers[tier]},
         quantized=quantized,
         calibrated_bits=calibrated_bits,
         from_chunks=from_chunks,
@@ -76,7 +77,8 @@ def source_spans(lookup: CacheLookup, plan: Plan, chunks: Sequence[ChunkReuse]) 
         sources[start:stop] = names.index(source)
 
     for load in plan.loads:
-        paint(load.span.start, load.span.stop, "disk" if load.tier == "coded" else load.tier)
+        source = "disk" if load.tier == "coded" else "remote" if load.tier in SHARED_TIERS else load.tier
+        paint(load.span.start, load.span.stop, source)
     for found in () if plan.in_engine else lookup.matches.stored:
         if found.quantized:
             paint(found.span.start, min(found.span.stop, plan.reused), "quantized")

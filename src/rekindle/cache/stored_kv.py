@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from rekindle.cache.context import Context, ParkedContexts
@@ -23,7 +24,7 @@ from rekindle.cache.request_log import WasAsked
 from rekindle.cache.writer import BackgroundJob, BackgroundWriter
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
-from rekindle.core.plan import Plan, Tier
+from rekindle.core.plan import SHARED_TIERS, Plan, SharedTierName, Tier
 from rekindle.engine.base import Engine
 from rekindle.errors import KvLost
 from rekindle.settings import Settings
@@ -35,6 +36,8 @@ log = logging.getLogger("rekindle.cache")
 PIECE_TOKENS = 256  # of a deterministic prefill
 EARLY_TOKENS = 256  # a prompt with this many new tokens is written while its reply is being decoded
 LOOKUP_SECONDS = 0.25  # timeout of a question to the catalog
+SHARED_LOOKUP_SECONDS = 0.5  # the same of shared tiers
+_MIN_SHARED_TOKENS = 256  # fewer are not worth a question
 # The shortest timeout of a load; then what computing takes; the longest.
 LOAD_SECONDS, MAX_LOAD_SECONDS = 1.0, 60.0
 T = TypeVar("T")
@@ -49,7 +52,9 @@ class StoredKv:
         self.writer = None if store is None else BackgroundWriter(store)
         self.costs = recall_costs(engine)
         self.steps = PrefillSteps(engine.prefill_tokens, PIECE_TOKENS if settings.deterministic else None)
-        self.deadlines = DeadlineCaller()
+        self.deadlines, self._shared_deadlines = DeadlineCaller(), DeadlineCaller()
+        if store is not None:
+            store.shared.worth = self._worth_writing
         self._slow: TimedFeed | None = None  # a read that did not end in time
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -72,7 +77,42 @@ class StoredKv:
         """The longest stored prefix of a prompt. Raises `NoAnswer`."""
         store = self.store
         assert store is not None
-        return self.ask_store(lambda: find_matches(store, kv_space, tokens, in_engine, preferred, follow))
+        look = partial(find_matches, store, kv_space, tokens, in_engine, preferred, follow)
+        found = self.ask_store(look)
+        missing = Span(found.length, len(tokens))
+        tiers = self.tiers_to_ask(kv_space, missing) if store.shared.tiers else []
+        if not tiers:
+            return found
+        started = time.perf_counter()
+        found = self.ask_shared(lambda: look(tiers=tiers), tiers, missing, found)
+        return replace(found, asked_seconds=time.perf_counter() - started)
+
+    def tiers_to_ask(self, kv_space: KvSpace, missing: Span) -> list[SharedTierName]:
+        """The shared tiers from which these tokens are expected sooner than they are computed."""
+        if self.store is None or len(missing) < _MIN_SHARED_TOKENS:
+            return []
+        names = {tier.name for tier in self.store.shared.tiers if tier.answers}
+        worth = self._sooner(names, kv_space, missing)
+        self.costs.refused(names - set(worth))
+        return worth
+
+    def ask_shared(self, look: Callable[[], T], tiers: Sequence[SharedTierName], missing: Span, otherwise: T) -> T:
+        """The answer of shared tiers; `otherwise` if there is none, or it takes too long."""
+        self.costs.tried(tiers)
+        seconds = min(SHARED_LOOKUP_SECONDS, max(LOOKUP_SECONDS, self.costs.rates.compute_seconds(missing)))
+        try:
+            return self._shared_deadlines.ask(look, seconds)
+        except NoAnswer as reason:
+            log.info("without the shared tiers: %s", reason)
+            return otherwise
+
+    def _sooner(self, names: Iterable[SharedTierName], kv_space: KvSpace, span: Span) -> list[SharedTierName]:
+        rates, size_bytes = self.costs.rates, len(span) * kv_space.layout.token_bytes
+        limit = rates.compute_seconds(span)
+        return [name for name in names if rates.load_seconds(name, size_bytes) < limit]
+
+    def _worth_writing(self, kv_space: KvSpace, tokens: int) -> Sequence[SharedTierName]:
+        return self._sooner(SHARED_TIERS, kv_space, Span(0, tokens))
 
     def plan(self, lookup: CacheLookup) -> Plan:
         """The plan with the shortest expected time."""
@@ -113,14 +153,25 @@ class StoredKv:
             context.stored_tokens = 0
             return replace(work.run(context, self.plan_computing(lookup, plan)), lost=str(error))
         context.quantized_tokens = lookup.quantized_tokens(plan)
-        tiers: set[Tier] = {load.tier for load in plan.loads}
-        if len(tiers) == 1:
-            # Copies to a device, and a step that waits for them, are not in the feed's own time.
-            delay = took - self.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
-            size_bytes = lookup.matches.load_bytes(plan.reused)
-            self.costs.loaded(tiers.pop(), size_bytes, max(result.load_seconds, delay))
+        # Copies to a device, and a step that waits for them, are not in the feed's own time.
+        delay = took - self.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
+        self._measure(lookup.matches, plan, max(result.load_seconds, delay))
+        if any(load.tier in SHARED_TIERS for load in plan.loads):
+            context.shared_tokens = plan.reused
         store.record_use(used, max(0.0, saved - result.load_seconds) * 1e3, lookup.app_ref)
         return result
+
+    def _measure(self, matches: Matches, plan: Plan, seconds: float) -> None:
+        """Learn from a load of one tier; or of one shared tier, without what the others are expected to take."""
+        tiers: set[Tier] = {load.tier for load in plan.loads}
+        shared: list[Tier] = [tier for tier in tiers if tier in SHARED_TIERS]
+        if len(tiers) > 1 and len(shared) != 1:
+            return
+        tier = (shared or list(tiers))[0]
+        rates = self.costs.rates
+        others = sum(rates.load_seconds(one, matches.load_bytes(plan.reused, one)) for one in tiers - {tier})
+        asked = matches.asked_seconds if shared else 0.0
+        self.costs.loaded(tier, matches.load_bytes(plan.reused, tier), max(seconds - others, seconds / 10) + asked)
 
     def plan_computing(self, lookup: CacheLookup, plan: Plan) -> Plan:
         """The plan that computes everything instead."""
@@ -171,6 +222,7 @@ class StoredKv:
             return
         job = context.keep(count)
         job.then = None if context.inflight is None else context.inflight.land
+        job.shares = True
         if context.inflight is not None:
             context.inflight.being_written()
         if self.writer.offer(job):
@@ -191,12 +243,22 @@ class StoredKv:
         if self.writer is not None:
             self.writer.offer(job)
 
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything offered so far is written, to shared tiers too; False if that takes longer."""
+        deadline = time.monotonic() + timeout_seconds
+        written = self.writer is None or self.writer.flush(timeout_seconds)
+        left = max(0.0, deadline - time.monotonic())
+        return written and (self.store is None or self.store.shared.flush(left))
+
     def close(self, timeout_seconds: float) -> None:
         """Write what is queued, within the timeout, and close the store. Idempotent."""
         idle = self.writer is None or self.writer.close(timeout_seconds)
+        if self.store is not None and not self.store.shared.flush(timeout_seconds):
+            log.warning("Some KV was not written to the shared tiers within %.0f s.", timeout_seconds)
         if self.store is not None and idle:
             try:
                 self.deadlines.ask(self.store.close, timeout_seconds)
             except NoAnswer as reason:
                 log.warning("The cache could not be closed: %s.", reason)
         self.deadlines.close()
+        self._shared_deadlines.close()

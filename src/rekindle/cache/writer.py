@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from rekindle.apps import mark_ended
@@ -72,6 +73,9 @@ class WriteJob:
         self.wanted = False  # asked for only to be kept, or somebody waits for it
         self.last = True  # whether no other job of the same request follows
         self.is_text = True  # whether the tokens are those of a prompt, which others may quote
+        self.shares = False  # whether it goes to shared tiers too
+        self.shared_tokens = 0  # number of its first tokens that came from there
+        self.lossy = False  # whether some of those were quantized
 
     def do(self, store: TieredStore) -> str:
         """Write what the store does not have yet."""
@@ -82,6 +86,8 @@ class WriteJob:
                 self.then()
         if outcome == "kept" and self.is_text:  # nobody waits for this
             store.text.record(self.kv_space, self.tokens)
+        if outcome in ("kept", "known") and self.shares:
+            store.shared.later(partial(store.shared.share, self.kv_space, self.tokens, present_of(self.guard)))
         return outcome
 
     def _do_guarded(self, store: TieredStore) -> str:
@@ -102,7 +108,13 @@ class WriteJob:
         if kv is None:
             return "gone"
         present = None if self.guard is None else self.guard.present
-        outcome = store.keep(self.kv_space, self.tokens, kv, app=self.app_ref, present=present).outcome
+        keep = partial(store.keep, self.kv_space, self.tokens, app=self.app_ref, present=present)
+        # What shared tiers have is kept apart, so that it is not written there again, and not quantized again.
+        up = BLOCK_TOKENS - 1 if self.lossy else 0
+        shared = min((self.shared_tokens + up) // BLOCK_TOKENS * BLOCK_TOKENS, gap.stop)
+        outcome = "kept" if gap.start >= shared else keep(_until(kv, shared), lossy=self.lossy).outcome
+        if outcome in ("kept", "known") and shared < gap.stop:
+            outcome = keep(kv).outcome
         self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
         return outcome
 
@@ -137,6 +149,11 @@ class WriteJob:
     def _drop(self) -> None:
         with self._lock:
             self._export = self._kv = None
+
+
+def present_of(guard: WriteGuard | None) -> Callable[[], bool]:
+    """What asks a guard whether all sources are still there; without one they are."""
+    return (lambda: True) if guard is None else guard.present
 
 
 class BackgroundWriter:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rekindle.cache.context import Context
-from rekindle.cache.writer import BackgroundJob, WriteGuard
+from rekindle.cache.writer import BackgroundJob, WriteGuard, present_of
 from rekindle.chunks.scores import (
     ChunkScorer,
     context_change,
@@ -20,7 +21,7 @@ from rekindle.chunks.scores import (
 from rekindle.chunks.select import OURS
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout, Variant
 from rekindle.core.fingerprints import SHARED_TOKENS
-from rekindle.core.keys import KvSpace
+from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Plan
 from rekindle.core.scope import AppRef
@@ -87,6 +88,7 @@ class WriteVariants:
         if _is_barred(self._guard):
             return "barred"
         store.variants.keep(self._kv_space, self._tokens, self._variants)
+        store.shared.later(partial(store.shared.share_chunks, self._kv_space, self._tokens, self._variants))
         return "noted"
 
     def detached_bytes(self) -> int:
@@ -117,6 +119,8 @@ class WriteNonprefixKv:
         )
         if kept.outcome == "kept":
             store.text.record_nonprefix(self._kv_space, self._tokens, self._variant)
+            share = partial(store.shared.share_nonprefix, self._kv_space, token_bytes(self._tokens), self._variant)
+            store.shared.later(partial(share, present_of(self._guard)))
         return kept.outcome
 
     def detached_bytes(self) -> int:

@@ -19,7 +19,7 @@ from rekindle.chunks.recompute import ChunkFeeds, SelectiveRecompute, has_new_te
 from rekindle.chunks.scores import ChunkScorer
 from rekindle.chunks.select import RecomputePolicy, recompute_policy_for
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout
-from rekindle.core.keys import KvSpace, token_bytes
+from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, ReuseChunks, Step, tokens_of
 from rekindle.core.request import Request
@@ -73,6 +73,12 @@ class ChunkPrefill:
         spans = zip(passages.digests[1:], passages.prompt_layout.chunks, strict=True)
         wanted = {digest: token_bytes(tokens[span.start : span.stop]) for digest, span in spans}
         found = self.kv.ask_store(lambda: self._store.variants.find(kv_space, wanted))
+        missing = {digest: data for digest, data in wanted.items() if digest not in found}
+        span = Span(0, sum(map(len, missing.values())) // TOKEN_BYTES)
+        if tiers := self.kv.tiers_to_ask(kv_space, span):
+            nothing = dict[ChunkDigest, list[StoredVariant]]()
+            look = partial(self._store.shared.find_chunks, kv_space, missing, tiers)
+            found = {**found, **self.kv.ask_shared(look, tiers, span, nothing)}
         texts = {chunk.span: chunk for chunk in passages.picked if chunk.span in passages.prompt_layout.texts}
         return replace(passages, picked=tuple(texts.get(one.span, one) for one in self.match(passages, found)))
 

@@ -242,13 +242,21 @@ def prune(
 
 @cache.command()
 def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> None:
-    """Remove everything, pinned entries too, and all traces: requests, apps, tenants, salts."""
+    """Remove everything, pinned entries too, and all traces: requests, apps, tenants, salts; with the user's own folder
+    also what is on shared tiers."""
+    from rekindle.cache.open_store import shared_tiers
     from rekindle.store import purge
+    from rekindle.store.shared_tier import SharedTier
+    from rekindle.store.sharing import remove_from
 
     with open_cache(folder, key_file, write=True) as store:
         rows = store.entries()
-        if not yes and rows:
-            typer.confirm(f"Remove everything ({_entries(len(rows))}) from {store.folder}?", abort=True)
+        objects = shared_tiers(Settings.load()) if folder is None else []
+        tiers = [SharedTier(one, store.digester) for one in objects]
+        where = " and ".join([str(store.folder), *(f"the shared tier {tier.name}" for tier in tiers)])
+        if not yes and (rows or tiers):
+            typer.confirm(f"Remove everything ({_entries(len(rows))}) from {where}?", abort=True)
+        remove_from(tiers, None)
         removed = purge.clear(store)
     typer.echo(f"{_entries(removed)} removed")
 

@@ -48,6 +48,7 @@ def doctor(json: AsJson = False) -> None:
     rows += [[f"package: {name}", _say(value)] for name, value in facts["packages"].items()]
     rows += [[f"engine: {name}", _say(value)] for name, value in facts["engines"].items()]
     rows += [[name, _say(value)] for name, value in facts["choices"].items()]
+    rows += [[f"tier: {name}", _say(value)] for name, value in facts["tiers"].items()]
     rows += [
         [f"calibrated: {name}", _say(parts) if parts else f"nothing: rekindle calibrate {name}"]
         for name, parts in facts["calibrated"].items()
@@ -90,8 +91,33 @@ def examine() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "engines": engines,
         "choices": choices,
+        "tiers": _tiers(),
         "engines_ready": any(state == "ready" for state in engines.values()),
     }
+
+
+def _tiers() -> dict[str, str]:
+    """The tiers of the cache with their limits, and whether the shared ones answer."""
+    from rekindle.cache.open_store import shared_tiers
+    from rekindle.codec.digest import PlainDigester
+    from rekindle.errors import ExtraMissing
+    from rekindle.store.shared_tier import SharedTier
+
+    chosen = Settings.load()
+    tiers = {"memory": f"limit {chosen.memory_limit}", "disk": f"limit {chosen.disk_limit}"}
+    try:
+        shared = [SharedTier(objects, PlainDigester()) for objects in shared_tiers(chosen)]
+    except (InvalidSetting, ExtraMissing) as trouble:
+        return {**tiers, "shared": str(trouble)}
+    for tier in shared:
+        limit = chosen.redis_limit if tier.name == "redis" else chosen.s3_limit
+        try:
+            tier.ping()
+            tiers[tier.name] = f"answers; limit {limit}"
+        except OSError as error:
+            tiers[tier.name] = f"does not answer: {error}"
+        tier.close()
+    return tiers
 
 
 def _engines() -> tuple[dict[str, str], dict[str, str]]:

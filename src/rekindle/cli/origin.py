@@ -81,10 +81,11 @@ def publish(
 ) -> None:
     """Publish the KV of prompts, computed or from the cache. What is already published costs nothing."""
     from rekindle.cli.console import counting, progress
+    from rekindle.codec.cipher import read_secret
     from rekindle.core.cells import CHUNK_TOKENS
     from rekindle.remote.publish.publisher import Publisher
     from rekindle.remote.remote_kv import local_tenants
-    from rekindle.remote.signing import SigningKey, read_secret
+    from rekindle.remote.signing import SigningKey
     from rekindle.session.publish import beginnings, computed, levels_of
     from rekindle.session.session import Session
 
@@ -186,8 +187,8 @@ def pair(
 @origin.command("ls")
 def list_contexts(folder: Folder, secret: SecretFile = None, json: AsJson = False) -> None:
     """List the contexts in a folder. Without the secret, encrypted ones only show their size."""
+    from rekindle.codec.cipher import read_secret
     from rekindle.remote.publish.folder import OriginFolder
-    from rekindle.remote.signing import read_secret
 
     secrets = None if secret is None else read_secret(secret)
     found = [_about(listed, secrets) for listed in OriginFolder(folder).contexts()]

@@ -7,10 +7,13 @@ nonce: no two pieces under one key have the same, however often and by however m
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 from rekindle.errors import ExtraMissing, InvalidSetting
+from rekindle.safe_read import read_secret_file
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -47,6 +50,14 @@ class Secret:
         if len(salt) != SALT_BYTES:
             raise ValueError(f"a salt has {SALT_BYTES} bytes, not {len(salt)}")
         return Cipher(self.derive(purpose, salt))
+
+
+def read_secret(path: Path) -> Secret:
+    """The secret in a file. Raises `InvalidSetting`."""
+    text = read_secret_file(path, "The secret's file").strip()
+    if not re.fullmatch(rb"[0-9a-f]{64}", text):
+        raise InvalidSetting(f"{path} is not a secret. Make one: rekindle origin key --secret FILE")
+    return Secret(bytes.fromhex(text.decode()))
 
 
 class Cipher:

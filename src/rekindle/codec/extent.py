@@ -144,6 +144,12 @@ class ExtentPlan:
         shape = self.layout.layers[layer]
         return tokens * (shape.key_dim if half == "keys" else shape.value_dim) * self.layout.numpy_dtype.itemsize
 
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of the keys and values of a layer that is not coded."""
+        return self.layout.layers[layer].kv_heads * sum(
+            self.row_bytes(layer, half, self.token_count) for half in HALVES
+        )
+
     def empty(self, layer: int, tokens: int) -> LayerKv:
         """Uninitialised arrays for `tokens` tokens of a layer."""
         keys, values = self.layer_shapes(layer, tokens)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rekindle.core.cells import CellGrid
 from rekindle.core.kv import Span
 
 RAW = "raw"  # the level of KV as it was computed
-Tier = Literal["engine", "memory", "disk", "coded"]  # nearest first; coded: decoded while loading
+SharedTierName = Literal["redis", "s3"]  # several servers use it
+SHARED_TIERS: tuple[SharedTierName, ...] = get_args(SharedTierName)
+Tier = Literal["engine", "memory", "disk", "coded", SharedTierName]  # nearest first; coded: decoded while loading
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Stored KV: still in the engine's buffers, or loaded from memory or disk."""
+    """Stored KV: still in the engine's buffers, or loaded from a tier."""
 
     span: Span
     tier: Tier

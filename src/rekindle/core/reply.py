@@ -128,7 +128,9 @@ SOURCES = {
     "recomputed": "#e5a50a",
     "computed": "#e8623d",
 }
-"""Where the KV of a prompt's tokens came from, and the colour of that everywhere; passages: from other prompts."""
+"""Where the KV of a prompt's tokens came from, and the colour of that everywhere.
+
+passages: from other prompts; remote: from an origin or a shared tier."""
 
 _UNCALIBRATED = "nobody calibrated the bits of this quantized KV (rekindle calibrate MODEL)"
 
@@ -192,6 +194,7 @@ class Reuse:
                         off
     engine              tokens whose KV was still in the engine
     memory, disk        tokens whose KV was loaded from there
+    shared              the same from shared tiers, by name: redis, s3
     quantized           number of those loaded or still in the engine that had been quantized
     calibrated_bits     whether the bits that this session quantizes KV with were calibrated for the model (for the KV
                         of an adapter: with adapters); None if nothing quantized here was reused
@@ -223,6 +226,7 @@ class Reuse:
     engine: int = 0
     memory: int = 0
     disk: int = 0
+    shared: Mapping[str, int] = field(default_factory=dict)
     quantized: int = 0
     calibrated_bits: bool | None = None
     from_chunks: int = 0
@@ -248,6 +252,7 @@ class Reuse:
             "from the engine": self.engine,
             "from memory": self.memory,
             "from disk": self.disk,
+            **{f"from {tier}": count for tier, count in self.shared.items()},
             "from other prompts": self.from_chunks,
             f"from the origin{self._levels}": self.streamed,
         }
@@ -268,7 +273,7 @@ class Reuse:
     @property
     def loaded(self) -> int:
         """Tokens whose KV was computed in this context before."""
-        return self.engine + self.memory + self.disk
+        return self.engine + self.memory + self.disk + sum(self.shared.values())
 
     @property
     def reused(self) -> int:
@@ -278,7 +283,8 @@ class Reuse:
     @property
     def by_source(self) -> dict[str, int]:
         """The tokens of the prompt by the keys of `SOURCES`, those with any; what was quantized counts as that."""
-        counts = {"disk": self.disk, "memory": self.memory, "remote": self.streamed, "engine": self.engine}
+        remote = self.streamed + sum(self.shared.values())
+        counts = {"disk": self.disk, "memory": self.memory, "remote": remote, "engine": self.engine}
         left = self.quantized
         for place, count in counts.items():
             counts[place] = max(0, count - left)

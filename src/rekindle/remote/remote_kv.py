@@ -25,6 +25,7 @@ from rekindle.cache.cost import Rates
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import Prefill, PrefillResult
 from rekindle.chunks.prefill import ChunkPrefill
+from rekindle.codec.cipher import read_secret
 from rekindle.codec.coder import is_quantized
 from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.chunk import ChunkMatches
@@ -44,7 +45,7 @@ from rekindle.remote.ladder import LevelLadder, LevelLimit
 from rekindle.remote.latency import Bandwidth, LayerCosts, recall_bandwidth, remember_bandwidth
 from rekindle.remote.pairing import ModelPairing, recall_pairing
 from rekindle.remote.schedule import StreamCosts
-from rekindle.remote.signing import read_public, read_secret
+from rekindle.remote.signing import read_public
 from rekindle.remote.transfer_queue import OriginSlices
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings

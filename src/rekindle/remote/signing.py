@@ -124,14 +124,6 @@ def make_secret(path: Path) -> Secret:
     return secret
 
 
-def read_secret(path: Path) -> Secret:
-    """The secret in a file. Raises `InvalidSetting`."""
-    text = read_secret_file(path, "The secret's file").strip()
-    if not re.fullmatch(rb"[0-9a-f]{64}", text):
-        raise InvalidSetting(f"{path} is not a secret. Make one: rekindle origin key --secret FILE")
-    return Secret(bytes.fromhex(text.decode()))
-
-
 def read_public(text: str) -> str:
     """A public key, from its text or a file. Raises `InvalidSetting`."""
     if _PUBLIC.fullmatch(text.strip().lower()):

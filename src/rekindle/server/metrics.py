@@ -80,6 +80,8 @@ class Metrics:
         self._requests.labels(*whose, reply.finish_reason).inc()
         for source in ("engine", "memory", "disk", "computed"):
             self._prompt.labels(*whose, source).inc(getattr(reuse, source))
+        for tier, count in reuse.shared.items():
+            self._prompt.labels(*whose, tier).inc(count)
         if reuse.streamed:
             self._prompt.labels(*whose, "streamed").inc(reuse.streamed)
         if reuse.from_chunks:
@@ -173,12 +175,27 @@ def _of_stores(stores: Sequence[TieredStore]) -> Iterable[Metric]:
     if lately["write_budget_left_bytes"] is not None:
         left = lately["write_budget_left_bytes"]
         yield _gauge("rekindle_write_budget_left_bytes", "What may be written to disk now.", left)
+    yield from _of_shared(stores)
     quarantined = sum(store.counts.quarantined for store in stores)
     yield _counter("rekindle_quarantined", "Entries quarantined because they were damaged.", quarantined)
     failures = CounterMetricFamily("rekindle_cache_failures", "Reads and writes that failed.", labels=["kind"])
     failures.add_metric(["read"], sum(store.counts.read_failures for store in stores))
     failures.add_metric(["write"], sum(store.counts.write_failures for store in stores))
     yield failures
+
+
+def _of_shared(stores: Sequence[TieredStore]) -> Iterable[Metric]:
+    """Those of the shared tiers, which each model's store asks for itself."""
+    if not stores[0].shared.tiers:
+        return
+    up = GaugeMetricFamily("rekindle_tier_up", "1 if a shared tier answered the last time.", labels=["tier"])
+    failed = CounterMetricFamily("rekindle_tier_failures", "Questions without an answer.", labels=["tier"])
+    put = CounterMetricFamily("rekindle_tier_written_bytes", "Written to a shared tier.", labels=["tier"])
+    for same in zip(*(store.shared.tiers for store in stores), strict=True):
+        up.add_metric([same[0].name], float(all(tier.answers for tier in same)))
+        failed.add_metric([same[0].name], sum(tier.counts.failures for tier in same))
+        put.add_metric([same[0].name], sum(tier.counts.written_bytes for tier in same))
+    yield from (up, failed, put)
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:

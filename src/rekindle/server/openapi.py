@@ -45,7 +45,7 @@ _TIMINGS = _object(cache_n=_COUNT, prompt_n=_COUNT, prompt_ms=_NUMBER, predicted
 _REUSED = _object(
     level=_TEXT,
     loaded=_COUNT,
-    loaded_from=_object(engine=_COUNT, memory=_COUNT, disk=_COUNT),
+    loaded_from=_object(engine=_COUNT, memory=_COUNT, disk=_COUNT),  # and shared tiers, where they brought something
     quantized=_COUNT,
     calibrated_bits=_or_null(_FLAG),
     computed=_COUNT,

@@ -36,7 +36,7 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "level": reuse.level,
         "loaded": reuse.loaded,
-        "loaded_from": {"engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk},
+        "loaded_from": {"engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk, **reuse.shared},
         "quantized": reuse.quantized,
         "calibrated_bits": reuse.calibrated_bits,
         "from_chunks": reuse.from_chunks,

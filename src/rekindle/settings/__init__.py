@@ -189,6 +189,43 @@ class Settings(_Loadable):
         "How much the cache takes on disk: bytes, 20GB, or 10% of what is free or already the cache's.",
         kind=a_size("20GB, 10%"),
     )
+    tiers: str = setting(
+        "cache",
+        "memory > disk",
+        "Where KV is kept, the nearest first: memory > disk, and behind them shared tiers, which several servers use: "
+        "redis, s3. Each has its limit: memory_limit, disk_limit, redis_limit, s3_limit.",
+    )
+    redis: str = setting(
+        "cache",
+        "redis://127.0.0.1:6379/0",
+        "tiers: the address of a Redis or Valkey server: redis://HOST:PORT/DATABASE, or rediss:// with TLS.",
+    )
+    redis_limit: str = setting(
+        "cache",
+        "1GB",
+        "How much of the server's memory the cache takes; what was not used for longest leaves. The server's own limit "
+        "holds as well.",
+        kind=a_size("1GB"),
+    )
+    s3: str | None = setting(
+        "cache",
+        None,
+        "tiers: the bucket: s3://BUCKET/PREFIX. Keys, region and endpoint are those of the environment: "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL.",
+    )
+    s3_limit: str = setting(
+        "cache",
+        "100GB",
+        "How much the cache takes in the bucket; what was written first leaves.",
+        kind=a_size("100GB"),
+    )
+    tier_secret: str | None = setting(
+        "cache",
+        None,
+        "The file with the secret that KV on shared tiers is encrypted with; all servers that share KV need the same. "
+        "Make one: rekindle origin key --secret FILE.",
+        kind=a_path("a file"),
+    )
     tenant: str = setting("cache", "local", "Whose KV it is: tenants never share any.")
     cache_salt: str = setting("cache", "", "KV is shared only where this text is the same.")
     recompute_budget: float | None = setting(

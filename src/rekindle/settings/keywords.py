@@ -17,6 +17,12 @@ class CacheSettings(TypedDict, total=False):
     codec: Literal["auto", "raw", "q8", "q5", "q4", "q3"] | None
     memory_limit: str | int | None
     disk_limit: str | int | None
+    tiers: str | None
+    redis: str | None
+    redis_limit: str | int | None
+    s3: str | None
+    s3_limit: str | int | None
+    tier_secret: str | os.PathLike[str] | None
     tenant: str | None
     cache_salt: str | None
     policy: str | None

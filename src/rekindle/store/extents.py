@@ -19,6 +19,7 @@ from rekindle.codec import quantized
 from rekindle.codec.coder import SAME_LAYER, Coder, decode_into
 from rekindle.codec.digest import Digester
 from rekindle.codec.extent import (
+    HALVES,
     Coding,
     ExtentHeader,
     ExtentPlan,
@@ -244,6 +245,34 @@ class ExtentFiles:
             self._read_cells(extent, layer, Span(start, stop), _window(out, start - span.start, stop - span.start))
         if stop < span.stop:
             self._read_block_part(extent, layer, Span(stop, span.stop), _window(out, stop - span.start, len(span)))
+
+    def ranges(self, plan: ExtentPlan, layer: int, span: Span) -> list[Span]:
+        """The bytes of the file that `read` reads for the tokens `span`, in order."""
+        count = plan.token_count
+        if plan.coding is not None:
+            return [plan.coded_at(layer)]
+        if (count - len(span)) * _READ_ON <= len(span):
+            first = plan.start(layer, "keys")
+            return [Span(first, first + plan.layer_bytes(layer))]
+        start = span.start // BLOCK_TOKENS * BLOCK_TOKENS
+        stop = min(-(-span.stop // BLOCK_TOKENS) * BLOCK_TOKENS, count)
+        spans = []
+        for half in HALVES:
+            before, row = plan.row_bytes(layer, half, start), plan.row_bytes(layer, half, count)
+            for head in range(plan.layout.layers[layer].kv_heads):
+                first = plan.start(layer, half) + head * row + before
+                spans.append(Span(first, first + plan.row_bytes(layer, half, stop - start)))
+        return spans
+
+    def read_file(self, row: Extent) -> bytes:
+        """All bytes of a file, unchecked. Raises `OSError`, `EOFError` or `Damaged`."""
+        handle = self._open_file(row)
+        try:
+            data = bytearray(row.size_bytes)
+            self.files.read_at(handle, 0, memoryview(data))
+            return bytes(data)
+        finally:
+            self.files.close(handle)
 
     def coded_pieces(self, extent: OpenExtent, layer: int, span: Span, at: int = 0) -> list[CodedPiece]:
         """The tokens `span` for an engine that decodes quantized KV, with the base of a delta before it: the bytes are

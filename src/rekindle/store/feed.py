@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -25,25 +26,27 @@ from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
 from rekindle.store.failures import FAILURES, Failures
 from rekindle.store.memory import HeldCode, HeldExtent, MemoryTier
 from rekindle.store.prefix_index import Match, Piece
+from rekindle.store.shared_tier import SharedTier
 
 Fits = Callable[["KvSource"], bool]
 
 
 @dataclass(frozen=True, eq=False)
 class KvSource:
-    """A piece of a prompt and where its KV comes from: a file, or memory."""
+    """A piece of a prompt and where its KV comes from: a file of `extents`, or memory."""
 
     piece: Piece
     origin: OpenExtent | HeldExtent
+    extents: ExtentFiles
 
     @property
     def header(self) -> ExtentHeader:
         return self.origin.header
 
-    def close(self, extents: ExtentFiles) -> None:
+    def close(self) -> None:
         """Close its file, if it has one."""
         if isinstance(self.origin, OpenExtent):
-            extents.release(self.origin)
+            self.extents.release(self.origin)
 
     @property
     def span(self) -> Span:
@@ -91,7 +94,7 @@ class StoredFeed:
                     take(_held_piece(source, source.origin, layer, at))
                     continue
                 with self._losing(source):
-                    pieces = self._extents.coded_pieces(source.origin, layer, source.span, at)
+                    pieces = source.extents.coded_pieces(source.origin, layer, source.span, at)
                 for piece in pieces:
                     take(piece)
 
@@ -126,7 +129,7 @@ class StoredFeed:
                 self._copy(source.origin.layers[layer], source.span, window)
             else:
                 with self._losing(source):
-                    self._extents.read(source.origin, layer, source.span, window)
+                    source.extents.read(source.origin, layer, source.span, window)
 
     def held(self) -> list[Held] | None:
         """The KV in memory, piece by piece; None unless all of it is in memory."""
@@ -149,7 +152,7 @@ class StoredFeed:
 
     def _close(self, sources: Sequence[KvSource]) -> None:
         for source in sources:
-            source.close(self._extents)
+            source.close()
 
     def __enter__(self) -> StoredFeed:
         return self
@@ -208,13 +211,16 @@ def stretched(source: KvSource, match: Match, stop: int) -> KvSource | None:
     stored = plan.tokens[piece.first * BLOCK_BYTES :][: count * TOKEN_BYTES]
     if stored != match.tokens[piece.span.start * TOKEN_BYTES : stop * TOKEN_BYTES]:
         return None
-    return KvSource(replace(piece, span=Span(piece.span.start, stop)), source.origin)
+    return replace(source, piece=replace(piece, span=Span(piece.span.start, stop)))
 
 
 class KvSources:
     """Opens the KV of pieces in memory or on disk, and remembers what could not be read. Thread-safe."""
 
-    def __init__(self, disk: DiskStore, memory: MemoryTier, failures: Failures) -> None:
+    def __init__(
+        self, disk: DiskStore, memory: MemoryTier, failures: Failures, shared: Sequence[SharedTier] = ()
+    ) -> None:
+        self._shared = shared
         self.bad: dict[str, Exception] = {}  # extents that could not be read, until the catalog is updated
         self._disk = disk
         self._memory = memory
@@ -231,18 +237,21 @@ class KvSources:
             opened.append(self._open(kv_space, piece, fits))
         except (*FAILURES, Damaged) as error:
             for source in opened:
-                source.close(self._disk.extents)
-            self.lost(piece, error)
+                source.close()
+            self.lost(kv_space, piece, error)
             raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
 
     def feed(self, kv_space: KvSpace, opened: Sequence[KvSource]) -> StoredFeed:
         """A feed over sources that tile a span, in order."""
-        return StoredFeed(kv_space.layout, tuple(opened), self._disk.extents, self.lost)
+        return StoredFeed(kv_space.layout, tuple(opened), self._disk.extents, partial(self.lost, kv_space))
 
-    def lost(self, piece: Piece, error: Exception) -> None:
+    def lost(self, kv_space: KvSpace, piece: Piece, error: Exception) -> None:
         """Never find an extent again that could not be read. The catalog is updated later, off the request's path."""
         counts = self._failures.counts
         counts.read_failures += 1
+        if piece.tier is not None:
+            self._lost_shared(kv_space, piece, error)
+            return
         blamed = [error.extent] if isinstance(error, Damaged) and error.extent else []  # its delta base
         self._memory.forget([piece.name, *blamed])
         # A missing file was most likely evicted by another process: nothing to warn about.
@@ -252,6 +261,17 @@ class KvSources:
             counts.quarantined += isinstance(error, Damaged)
             with self._lock:
                 self.bad |= dict.fromkeys([piece.name, *blamed], error)
+
+    def _lost_shared(self, kv_space: KvSpace, piece: Piece, error: Exception) -> None:
+        """What is damaged on a shared tier is removed there, so that it is written again."""
+        level = logging.WARNING if isinstance(error, Damaged) else logging.DEBUG
+        self._failures.log_once(f"KV from the tier {piece.tier} is lost and will be computed again", error, level)
+        if isinstance(error, Damaged):
+            name = error.extent or piece.name
+            self._failures.writing(lambda: self._tier(piece).drop(kv_space, name), lambda _: None)
+
+    def _tier(self, piece: Piece) -> SharedTier:
+        return next(tier for tier in self._shared if tier.name == piece.tier)
 
     def settle(self) -> None:
         """Tell the catalog what could not be read. Raises as it does."""
@@ -312,22 +332,32 @@ class KvSources:
         """The source of a piece's KV. Raises `Damaged` or `OSError`."""
         held = self._memory.get(piece.name)
         if isinstance(held, HeldExtent):
-            source = KvSource(piece, held)
+            source = KvSource(piece, held, self._disk.extents)
             if fits(source):
                 return source
             self._memory.forget([piece.name])
+        if piece.tier is not None:
+            tier = self._tier(piece)
+            source = KvSource(piece, tier.open(kv_space, piece), tier.extents(kv_space.namespace.scope))
+            return _fitting(source, fits)
         with self._disk.database.reading() as connection:
             row = catalog.extent(connection, piece.extent)
         if row is None or row.state != "live" or row.name != piece.name:
             raise FileNotFoundError("it was evicted meanwhile")
         extent = self._disk.open(row, self._disk.kv_space_digest(kv_space))
-        source = KvSource(piece, extent if row.coding == "raw" else self._with_code(extent))
-        if not fits(source):
-            source.close(self._disk.extents)
-            raise Damaged("it holds other tokens than its row says")
+        extent = extent if row.coding == "raw" else self._with_code(extent)
+        source = _fitting(KvSource(piece, extent, self._disk.extents), fits)
         if held is None:
             self.want(piece.name)
         return source
+
+
+def _fitting(source: KvSource, fits: Fits) -> KvSource:
+    """The source, if it holds what its piece says. Raises `Damaged`."""
+    if not fits(source):
+        source.close()
+        raise Damaged("it holds other tokens than its row says")
+    return source
 
 
 def _live(connection: sqlite3.Connection, name: str) -> catalog.Extent | None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey, chain, common_tokens
 from rekindle.core.kv import Span
+from rekindle.core.plan import SharedTierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Piece:
     skip: int = 0
     coding: str = "raw"  # raw, exact or quantized
     overread: int = 0  # further tokens that must be decoded with it
+    tier: SharedTierName | None = None  # the shared tier it is on; None: it is in this folder, and `extent` its number
 
     @property
     def last(self) -> int:

@@ -19,7 +19,7 @@ from rekindle.codec.coder import is_quantized
 from rekindle.core.identity import Identity
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, token_bytes, token_ids
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.core.scope import AppRef
+from rekindle.core.scope import AppRef, Scope
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store import history, purge
@@ -34,9 +34,12 @@ from rekindle.store.failures import Counts, Failures, Kept
 from rekindle.store.feed import KvSource, KvSources, StoredFeed, is_in_place, stretched
 from rekindle.store.limits import Refused
 from rekindle.store.memory import HeldExtent, MemoryTier
+from rekindle.store.objects import ObjectStore
 from rekindle.store.prefix_index import Match, Piece, continuation, following, search
 from rekindle.store.purge import clear, remove_traces
 from rekindle.store.settings import StoreSettings
+from rekindle.store.shared_tier import SharedTier
+from rekindle.store.sharing import Sharing
 from rekindle.store.text_index import TextIndex
 from rekindle.store.variants import Variants
 
@@ -54,8 +57,13 @@ class TieredStore:
     """
 
     def __init__(
-        self, folder: Path | str, settings: StoreSettings | None = None, machine: Machine | None = None
+        self,
+        folder: Path | str,
+        settings: StoreSettings | None = None,
+        machine: Machine | None = None,
+        shared: Sequence[ObjectStore] = (),
     ) -> None:
+        """`shared`: the tiers below the disk, the nearest first, which belong to the store from now on."""
         self.settings = settings or StoreSettings()
         self.disk = DiskStore(Path(folder), self.settings, machine)
         memory = parse_limit(self.settings.memory_limit).resolve(psutil.virtual_memory().total)
@@ -63,7 +71,9 @@ class TieredStore:
         self._failures = Failures()
         self.counts = self._failures.counts
         self._access_log = AccessLog()
-        self._sources = KvSources(self.disk, self.memory, self._failures)
+        tiers = [SharedTier(objects, self.disk.digester, self.settings.ttl_seconds) for objects in shared]
+        self.shared = Sharing(self.disk, self._failures, self.lookup, tiers)
+        self._sources = KvSources(self.disk, self.memory, self._failures, tiers)
         self.variants = Variants(self.disk, self.memory, self._failures, self._sources, self._access_log)
         self.text = TextIndex(self.disk, self._failures, self._sources, self.variants)
         self._apps_to_flush = False  # since the last flush
@@ -112,7 +122,11 @@ class TieredStore:
         digest = self.disk.kv_space_digest(kv_space)
         sources: list[KvSource] = []
         for piece in match.pieces:
-            if sources and (longer := stretched(sources[-1], match, piece.span.stop)) is not None:
+            if (
+                sources
+                and sources[-1].piece.tier is None
+                and (longer := stretched(sources[-1], match, piece.span.stop)) is not None
+            ):
                 sources[-1] = longer
             else:
                 self._sources.add(sources, kv_space, piece, lambda source: is_in_place(source, match, digest))
@@ -128,16 +142,16 @@ class TieredStore:
         `app` is the user; without one, `record_request` or `record_use_by` record it when the request is over.
         """
         length = max(1, match.length)
-        now = self.disk.clock()
+        now, here = self.disk.clock(), [piece for piece in match.pieces if piece.tier is None]
         self._access_log.add(
-            [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in match.pieces]
+            [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in here]
         )
         if app is not None:
-            self.record_use_by(app, match.pieces)
+            self.record_use_by(app, here)
 
     def record_use_by(self, app: AppRef | None, pieces: Sequence[Piece], requests: int = 0) -> None:
-        """Record the user of pieces, and the number of requests; without an app, only if apps are registered."""
-        places = [UsedBlocks(piece.extent, piece.name, piece.last) for piece in pieces]
+        """Record the user of pieces here, and the number of requests; without an app, only if apps are registered."""
+        places = [UsedBlocks(piece.extent, piece.name, piece.last) for piece in pieces if piece.tier is None]
         self._access_log.add([AppAccess(app, places, self.disk.clock(), self.disk.room.allows, requests)])
         self._apps_to_flush = True
 
@@ -198,8 +212,8 @@ class TieredStore:
 
         `tokens` may continue after the span. The store owns the arrays from now on, and may hold them in memory.
         Returns when the KV is on disk and visible to every process. Without `evict` it is refused if other KV would
-        have to go. `app` is its user. `lossy`: it was quantized before. `present` says, in the transaction that makes
-        it visible, whether its source still exists.
+        have to go. `app` is its user. `lossy`: it was quantized before, and is not again. `present` says, in the
+        transaction that makes it visible, whether its source still exists.
         """
         data = token_bytes(tokens[: kv.span.stop])
         if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != kv_space.layout:
@@ -215,7 +229,7 @@ class TieredStore:
             if gap.start < kv.span.start:
                 return Kept("refused", "its prefix is no longer stored")
             self._flush()
-            coder = self.settings.coder(kv_space.codec)
+            coder = None if lossy else self.settings.coder(kv_space.codec)
             base = (
                 None if coder is None or coder.delta is None else self.disk.find_base(kv_space, match.root, data, gap)
             )
@@ -314,6 +328,7 @@ class TieredStore:
         self._failures.closed = True
         if not self.disk.database.read_only:
             self._failures.writing(self._flush, lambda _: None)
+        self.shared.close()
         self.disk.close()
 
     def __enter__(self) -> TieredStore:
@@ -334,7 +349,9 @@ class TieredStore:
         """Remove every trace of runs of tokens, from memory too. On `CacheUnusable`, run it again."""
         self._failures.check_open()
         try:
-            return purge.purge(self.disk, tenant, salt, runs, texts=texts, progress=progress)
+            purged = purge.purge(self.disk, tenant, salt, runs, texts=texts, progress=progress)
+            self.shared.remove(Scope(tenant, salt))  # all of it: what is there is not searched for tokens
+            return purged
         finally:
             self.memory.forget(self.memory.names())  # all of them: later use loads the others again
 
@@ -343,6 +360,7 @@ class TieredStore:
         self._failures.check_open()
         self._access_log.drop()
         try:
+            self.shared.remove(None)
             return clear(self.disk)
         finally:
             self.memory.forget(self.memory.names())
@@ -353,6 +371,7 @@ class TieredStore:
         On `CacheUnusable`, run it again.
         """
         self._failures.check_open()
+        self.shared.remove(Scope(tenant, salt))
         own = "SELECT id FROM kv_spaces WHERE tenant=? AND salt=?"
         try:
             with self.disk.database.writing() as connection:

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 from rekindle.core.chunk import DIGEST_TOKENS, ChunkDigest, Variant, chain_kv, chain_tokens, chunk_digest, nonprefix
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, KvSpace, chain, token_bytes
 from rekindle.core.kv import Kv, Span
+from rekindle.core.plan import Tier
 from rekindle.core.scope import AppRef
 from rekindle.errors import InvalidSetting
 from rekindle.store.catalog import catalog, delta_rows, variant_rows
@@ -54,7 +54,7 @@ class StoredVariant:
     id: int
     variant: Variant
     frequency: float
-    tier: Literal["memory", "disk", "coded"]
+    tier: Tier
     size_bytes: int
     nonprefix: bool
     kv_space: str
@@ -136,7 +136,7 @@ class Variants:
         if pieces is None or (space.nonprefix and len(pieces) > 1):
             return None
         if shift := variant.span.start - location.span.start:
-            pieces = tuple(_moved(piece, shift) for piece in pieces)
+            pieces = tuple(moved(piece, shift) for piece in pieces)
         held = all(self._memory.holds(piece.name) for piece in pieces)
         coded = not held and bool(delta_rows.codings(view.connection, [piece.extent for piece in pieces]))
         return StoredVariant(
@@ -156,7 +156,8 @@ class Variants:
         """Record a use of a variant, the share that was reused, and the time that saved. Written by `maintain`."""
         now, length = self._disk.clock(), len(stored.variant.span)
         gain = min(1 / cfo, _MAX_GAIN) if cfo > 0 else _MAX_GAIN
-        blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in stored.pieces]
+        local = [piece for piece in stored.pieces if piece.tier is None]
+        blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in local]
         self._access_log.add([*blocks, VariantAccess(stored.id, stored.variant.digest, gain, now)])
 
     def stats(self, kv_space: KvSpace | None = None) -> VariantCounts:
@@ -349,7 +350,8 @@ def _part(tokens: bytes, span: Span) -> bytes:
     return tokens[span.start * TOKEN_BYTES : span.stop * TOKEN_BYTES]
 
 
-def _moved(piece: Piece, by: int) -> Piece:
+def moved(piece: Piece, by: int) -> Piece:
+    """The same piece for tokens that stand `by` positions later."""
     return replace(piece, span=Span(piece.span.start + by, piece.span.stop + by))
 
 

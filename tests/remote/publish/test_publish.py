@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rekindle.chunks.scores import unscored
-from rekindle.codec.cipher import SALT_BYTES, Secret
+from rekindle.codec.cipher import SALT_BYTES, Secret, read_secret
 from rekindle.core.cells import Cell
 from rekindle.core.chunk import PromptLayout, chunk_digest
 from rekindle.core.keys import token_bytes
@@ -29,7 +29,7 @@ from rekindle.remote.manifest import Manifest, SignedManifest, canonical
 from rekindle.remote.publish.folder import OriginFolder
 from rekindle.remote.publish.publisher import Publisher, PublishSource
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
-from rekindle.remote.signing import SigningKey, TrustedKeys, make_secret, make_signing_key, read_public, read_secret
+from rekindle.remote.signing import SigningKey, TrustedKeys, make_secret, make_signing_key, read_public
 from rekindle.remote.slices import Level, decode, encode, largest_bytes, level_named
 from tests.remote.conftest import Place
 from tests.remote.places import LAYOUT, MODEL, TOKENS, cells_of, fetch_all, find, publish, random_kv, synthetic

@@ -217,7 +217,7 @@ def rows(
     """The variants of a chunk by number; None for damaged rows."""
     select = f"SELECT {_COLUMNS} FROM variants WHERE digest=? AND kv_space=?"
     for values in connection.execute(select, (digest, space.number)).fetchall():
-        yield values[0], _row(digester, space, digest, values)
+        yield values[0], parse_row(digester, space, digest, values)
 
 
 def add(
@@ -328,8 +328,8 @@ def _trim(connection: sqlite3.Connection, where: str, values: Sequence[object], 
             excess -= len(ids)
 
 
-def _row(digester: Digester, space: SpaceRow, digest: ChunkDigest, values: Sequence[Any]) -> VariantRow | None:
-    """A row, if it matches its seal."""
+def parse_row(digester: Digester, space: SpaceRow, digest: ChunkDigest, values: Sequence[Any]) -> VariantRow | None:
+    """A row of `_COLUMNS`, if it matches its seal."""
     id, parent, tail, start, stop, outside, received, intra, earlier, drift, seal, frequency = values
     try:
         span = Span(start, stop)
