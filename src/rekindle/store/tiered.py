@@ -352,12 +352,19 @@ class TieredStore:
 
         On `CacheUnusable`, run it again.
         """
+        self._remove_spaces("tenant=? AND salt=?", (tenant, salt))
+
+    def remove_model(self, identity: str, tenant: str) -> None:
+        """The same for a tenant's KV of one model, under every salt."""
+        self._remove_spaces("identity=? AND tenant=?", (identity, tenant))
+
+    def _remove_spaces(self, chosen: str, values: tuple[str, str]) -> None:
         self._failures.check_open()
-        own = "SELECT id FROM kv_spaces WHERE tenant=? AND salt=?"
+        own = f"SELECT id FROM kv_spaces WHERE {chosen}"
         try:
             with self.disk.database.writing() as connection:
-                connection.execute(f"DELETE FROM requests WHERE kv_space IN ({own})", (tenant, salt))
-                kv_spaces = {id for (id,) in connection.execute(own, (tenant, salt))}
+                connection.execute(f"DELETE FROM requests WHERE kv_space IN ({own})", values)
+                kv_spaces = {id for (id,) in connection.execute(own, values)}
             self.disk.remove([row for row in self.disk.entries() if row.kv_space in kv_spaces])
             remove_traces(self.disk, lambda row: row.kv_space in kv_spaces)
         except (OSError, sqlite3.Error) as error:
