@@ -1,7 +1,7 @@
 """Rekindle behind vLLM: a KV connector that keeps what vLLM computes in the ordinary cache folder, and loads it again.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "RekindleConnector",
-        "kv_connector_module_path": "rekindle.vllm", "kv_role": "kv_both"}'
+vllm serve MODEL --kv-transfer-config '{"kv_connector": "RekindleConnector",
+    "kv_connector_module_path": "rekindle.vllm", "kv_role": "kv_both"}'
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The scheduler's side of the connector: which tokens of a request are stored, and what workers load and save.
 
-A request is looked up before its blocks are allocated. Its prompt is saved as it is computed: after a step up to the last
-whole block of Rekindle's, at the end of the prompt to its last token. When the request ends, what is new of its reply is
-saved before its blocks are freed.
+A request is looked up before its blocks are allocated. Its prompt is saved as it is computed: after a step up to its
+last whole block, at the end of the prompt to its last token. When the request ends, what is new of its reply is saved
+before its blocks are freed.
 """
 
 from __future__ import annotations

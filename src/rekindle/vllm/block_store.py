@@ -236,7 +236,7 @@ class BlockStore:
     def _reset(self, identity: str, tenant: str) -> None:
         """Remove a model's KV once more, after all that was queued before the scheduler removed it."""
         try:
-            self._writer.flush(CLOSE_SECONDS)
+            self.flush(CLOSE_SECONDS)
             self._store.remove_model(identity, tenant)
         except CacheUnusable as error:
             log.warning("%s", error)
@@ -255,6 +255,10 @@ class BlockStore:
             counts = dict(self._counts)
             self._counts.clear()
         return counts
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything saved is written; False if that takes longer."""
+        return self._writer.flush(timeout_seconds)
 
     def close(self) -> None:
         """Write what is queued, within a time limit, and close the store."""

@@ -1,4 +1,4 @@
-"""The connector that vLLM loads: its interface, over `BlockPlanner` in the scheduler and `BlockStore` in each worker."""
+"""The connector that vLLM loads: its interface over `BlockPlanner` in the scheduler, `BlockStore` in each worker."""
 
 from __future__ import annotations
 

@@ -145,4 +145,3 @@ def _costs(vllm_config: Any, layers: ServedLayers) -> Costs:
         capabilities=SimpleNamespace(decodes=False),
     )
     return Costs(prior_rates(facts))
-

@@ -1,0 +1,36 @@
+"""KV of `Session` in vLLM, and the other way round: greedy texts are the same as without any cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rekindle import Session
+from rekindle.vllm.served_model import SHARED_FAMILIES
+from tests.fleet.servers import Served, prompt, save_model, serving
+
+COUNT = 32
+PROMPT = prompt(300)
+
+
+def session_reply(model: Path, cache: Path | str, tokens: list[int], count: int = COUNT) -> Served:
+    """A greedy reply by the transformers engine."""
+    options = {"engine": "hf", "device": "cpu", "dtype": "float32", "answers": "off"}
+    with Session(str(model), cache=str(cache), **options) as session:
+        reply = session.generate(tokens, max_tokens=count, temperature=0.0)
+        return Served(tuple(reply.tokens), reply.usage.cached_tokens)
+
+
+@pytest.mark.parametrize("family", sorted(SHARED_FAMILIES))
+def test_a_session_and_vllm_use_each_others_kv(tmp_path: Path, family: str) -> None:
+    model = save_model(tmp_path / "model", family)
+    cold = session_reply(model, "off", PROMPT)
+    with serving(model) as server:
+        assert server.reply(PROMPT, COUNT).tokens == cold.tokens
+    session_reply(model, tmp_path / "from session", PROMPT)
+    with serving(model, tmp_path / "from session") as server:
+        assert server.reply(PROMPT, COUNT) == Served(cold.tokens, len(PROMPT) - 1)
+    with serving(model, tmp_path / "from vllm") as server:
+        server.reply(PROMPT, COUNT)
+    assert session_reply(model, tmp_path / "from vllm", PROMPT) == Served(cold.tokens, len(PROMPT) - 1)
