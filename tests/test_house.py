@@ -42,6 +42,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),
+    ("rekindle", 865, 8, "vllm/: a connector for vLLM: plans in its scheduler, layer-wise loads and saves in its workers, "
+     "the layout of its blocks found by trial, metrics, events; part of a match is loaded, a model's KV is removed"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
 )  # fmt: skip
 

@@ -18,11 +18,13 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizer import byte_backend
 
 PATIENCE_SECONDS = 60.0
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 2048}
+SIZES = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 2048}
 
 
 def save_model(folder: Path, family: str, **changes: Any) -> Path:
-    tiny_model(family, **{**SIZES, **changes}).save_pretrained(folder)
+    """A tiny model, without sliding windows unless they are asked for."""
+    whole = {"sliding_window": None, "use_sliding_window": False, "layer_types": None} if not changes else {}
+    tiny_model(family, **{**SIZES, **whole, **changes}).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=byte_backend()).save_pretrained(folder)
     return folder
 

@@ -81,7 +81,7 @@ def test_salts_see_only_their_own(llama: Path, plain: Served, tmp_path: Path) ->
         assert server.reply(PROMPT, 48, salt="anna") == Served(plain.tokens, len(PROMPT) - 1)
 
 
-def test_adapters_are_told_apart_by_their_matrices(llama: Path, tmp_path: Path) -> None:
+def test_adapters_are_known_by_their_matrices(llama: Path, tmp_path: Path) -> None:
     one, other = (adapter(tmp_path / name, seed) for name, seed in (("one", 1), ("other", 2)))
     options = {"enable_lora": True, "max_lora_rank": 8}
     with serving(llama, **options) as server:
@@ -126,20 +126,19 @@ def test_prompts_together_in_chunks_say_the_same(llama: Path, tmp_path: Path) ->
     assert failed == 0
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
-def test_hybrid_models_load_what_lies_in_the_window(tmp_path: Path, family: str) -> None:
+def test_hybrid_models_load_what_lies_in_the_window(tmp_path: Path) -> None:
     """Layers with a sliding window have blocks of their own: the hybrid allocator's groups."""
     layers = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    model = save_model(tmp_path / "model", family, sliding_window=64, layer_types=layers)
+    model = save_model(tmp_path / "model", "gemma3_text", sliding_window=64, layer_types=layers)
     options = {"block_size": 32}
     with serving(model, **options) as server:
         cold = server.reply(PROMPT, 48)
-        groups = len(server.core.scheduler.kv_cache_config.kv_cache_groups)
+        assert len(server.core.scheduler.kv_cache_config.kv_cache_groups) > 1
     with serving(model, tmp_path / "kv", **options) as server:
         assert server.reply(PROMPT, 48) == cold
     with serving(model, tmp_path / "kv", **options) as server:
         warm = server.reply(PROMPT, 48)
-    assert warm == Served(cold.tokens, 288 if groups > 1 else len(PROMPT) - 1)
+    assert warm == Served(cold.tokens, 288)
     for file in extents(tmp_path / "kv"):
         file.write_bytes(file.read_bytes()[:-5000] + bytes(5000))
     with serving(model, tmp_path / "kv", **options) as server:
@@ -188,7 +187,7 @@ def adapter(folder: Path, seed: int) -> Path:
     outputs = {"q": 128, "k": 64, "v": 64}
     pairs = {
         name: (
-            random.normal(0, 0.5, (4, 64)).astype(np.float32),
+            random.normal(0, 0.5, (4, 128)).astype(np.float32),
             random.normal(0, 0.5, (outputs[name[-6]], 4)).astype(np.float32),
         )
         for name in names

@@ -23,7 +23,9 @@ def test_the_example_loads_the_second_time(tmp_path: Path) -> None:
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "REKINDLE_CACHE": str(tmp_path / "kv")}
     said = []
     for _ in range(2):
-        done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=500, check=False)
+        done = subprocess.run(
+            [sys.executable, script], env=env, capture_output=True, text=True, timeout=500, check=False
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         said.append(next(line for line in done.stdout.splitlines() if re.search(prints, line)))
     first, second = (re.match(r"(\d+) of (\d+) tokens loaded: (.*)", line) for line in said)

@@ -98,7 +98,7 @@ class BlockPlanner:
         known = self._tracked.get(request.request_id)
         if known is None:
             known = self._tracked[request.request_id] = _Tracked(request, kv_space, computed, match.length)
-        known.computed = computed
+        known.computed, known.saved = computed, min(known.saved, match.length)  # less, if what was loaded was damaged
         stop = match.length - match.length % self._whole
         if stop <= computed or known.preemptions == request.num_preemptions:
             return 0
@@ -161,13 +161,20 @@ class BlockPlanner:
         if report.unusable is not None and self.unusable is None:
             self.unusable = report.unusable
             log.warning("vLLM computes everything: %s", report.unusable)
-        for size_bytes, seconds in report.load_times:
-            self._model.costs.loaded("disk", size_bytes, seconds)
-        self._written += report.saved
-        for number in [number for number, count in self._written.items() if count >= self._model.ranks]:
+        for tier, size_bytes, seconds in report.load_times:
+            self._model.costs.loaded(tier, size_bytes, seconds)
+        for number in report.dropped:
+            self._writing.pop(number, None)
+            self._written.pop(number, None)
+        for number, workers in report.saved.items():
+            if number in self._writing:
+                self._note_written(number, workers)
+
+    def _note_written(self, number: int, workers: int) -> None:
+        self._written[number] += workers
+        if self._written[number] >= self._model.ranks and self._on_stored is not None:
             del self._written[number]
-            if number in self._writing and self._on_stored is not None:
-                self._on_stored(*self._writing.pop(number))
+            self._on_stored(*self._writing.pop(number))
 
     @property
     def writing(self) -> bool:
@@ -178,8 +185,7 @@ class BlockPlanner:
         """Remove all KV of the model, and what workers have queued; False if not all could be removed."""
         self._plan.reset = self._model.identity, self._settings.tenant
         self._writing.clear()
-        for known in self._tracked.values():
-            known.saved = 0
+        self._tracked.clear()  # what requests have computed so far is not stored either
         try:
             self._store.remove_model(*self._plan.reset)
         except CacheUnusable as error:
@@ -199,7 +205,6 @@ class BlockPlanner:
     def _time(self, scheduled: Mapping[str, int], *, loads: bool) -> None:
         """Measure a step if it computes part of one prompt, nothing is loaded, and no other step runs."""
         self._steps_in_flight += 1
-        self._timed = None
         if self._steps_in_flight == 1 and len(scheduled) == 1 and not loads:
             ((request_id, count),) = scheduled.items()
             known = self._tracked.get(request_id)
@@ -236,13 +241,17 @@ class BlockPlanner:
 
     def _worth_loading(self, match: Match, computed: int) -> bool:
         span = Span(computed, match.length)
-        tier: Tier = "disk" if all(piece.coding == "raw" for piece in match.pieces) else "coded"
-        rates = self._model.costs.rates
+        tier, rates = tier_of(match), self._model.costs.rates
         if rates.load_seconds(tier, len(span) * self._model.layout.token_bytes) <= rates.compute_seconds(span):
             return True
         self._model.costs.refused((tier,))
         self._refused_loads += 1
         return False
+
+
+def tier_of(match: Match) -> Tier:
+    """Where the pieces of a match are, for what loading them costs."""
+    return "disk" if all(piece.coding == "raw" for piece in match.pieces) else "coded"
 
 
 def rank_space(kv_space: KvSpace, rank: int, ranks: int) -> KvSpace:

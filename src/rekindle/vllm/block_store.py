@@ -28,8 +28,9 @@ from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.kv import Kv, LayerKv, LayerShape
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import CacheUnusable, KvLost
+from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
-from rekindle.vllm.block_planner import rank_space
+from rekindle.vllm.block_planner import rank_space, tier_of
 from rekindle.vllm.paged_kv import NULL_BLOCK, PagedLayer
 from rekindle.vllm.served_model import ServedLayers
 from rekindle.vllm.step_plan import BlockTransfer, StepPlan, WorkerReport
@@ -43,18 +44,29 @@ _QUIET_STEPS = 4  # without saves after a load by layers failed: steps in flight
 
 
 class _Loading:
-    """A load under way. When it fails, all layers count as done."""
+    """A load under way: the first `layers` are in the blocks. After it has ended, `error` says why it failed, if so."""
 
     def __init__(self, plan: BlockTransfer) -> None:
         self.plan = plan
-        self.changed = threading.Condition()
-        self.layers_done = 0
         self.error: str | None = "It has not ended."
+        self.ended = False
+        self._layers = 0
+        self._changed = threading.Condition()
 
     def advance(self, layers: int) -> None:
-        with self.changed:
-            self.layers_done = layers
-            self.changed.notify_all()
+        with self._changed:
+            self._layers = layers
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def wait(self, layers: int | None = None) -> None:
+        """Wait until that number of layers are there, or until it has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended or (layers is not None and self._layers >= layers))
 
 
 class BlockStore:
@@ -104,25 +116,21 @@ class BlockStore:
 
     def wait_for_layer(self, name: str) -> None:
         """Wait until the loads that this step needs have brought a layer, or failed."""
-        number = self._numbers.get(name)
-        for loading in self._by_layer if number is not None else ():
-            with loading.changed:
-                loading.changed.wait_for(lambda one=loading: one.layers_done > number)
+        for loading in self._by_layer if name in self._numbers else ():
+            loading.wait(self._numbers[name] + 1)
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """The requests whose loads have ended since the last call, and those of them whose loads failed.
 
         Failed blocks of both kinds of loads are then in `take_failed_blocks`.
         """
-        ended = {i: load for i, load in self._loading.items() if load.layers_done >= len(self._numbers)}
+        ended = {request_id: loading for request_id, loading in self._loading.items() if loading.ended}
         for request_id in ended:
             del self._loading[request_id]
         failed = {request_id for request_id, loading in ended.items() if loading.error is not None}
         for request_id in failed:
-            self._failed_blocks.update(self._blocks(ended[request_id].plan))
+            self._failed_blocks |= self._blocks(ended[request_id].plan) - {NULL_BLOCK}
         by_layer = {loading.plan.request_id for loading in self._by_layer}
-        if failed & by_layer:
-            self._quiet_steps = _QUIET_STEPS
         return {*ended} - by_layer, failed - by_layer
 
     def take_failed_blocks(self) -> set[int]:
@@ -138,24 +146,24 @@ class BlockStore:
     def _load(self, loading: _Loading) -> None:
         began, size_bytes = time.monotonic(), len(loading.plan.span) * loading.plan.kv_space.layout.token_bytes
         try:
-            self._fill(loading)
+            match = self._fill(loading)
             loading.error = None
+            with self._lock:
+                self._report.load_times.append((tier_of(match), size_bytes, time.monotonic() - began))
         except (NoAnswer, KvLost) as error:
             loading.error = str(error)
             log.info("computing instead: %s", error)
         finally:
-            seconds = time.monotonic() - began
             with self._lock:
                 if loading.error is None:
-                    self._report.load_times.append((size_bytes, seconds))
                     self._counts.update(loads=1, loaded_tokens=len(loading.plan.span), loaded_bytes=size_bytes)
-                    self._counts["load_ms"] += round(seconds * 1000)
+                    self._counts["load_ms"] += round((time.monotonic() - began) * 1000)
                 else:
                     self._counts["failed_loads"] += 1
-            loading.advance(len(self._numbers))
+            loading.end()
 
-    def _fill(self, loading: _Loading) -> None:
-        """Read every layer and copy it to the blocks. Raises `NoAnswer`, `KvLost`."""
+    def _fill(self, loading: _Loading) -> Match:
+        """Read every layer and copy it to the blocks; returns what was read. Raises `NoAnswer`, `KvLost`."""
         plan = loading.plan
         if self.unusable is not None:
             raise KvLost(self.unusable)
@@ -180,6 +188,7 @@ class BlockStore:
                 self._ask(self._store.maintain)
             raise
         self._store.record_use(match)
+        return match
 
     def _ask(self, question: Callable[[], T], size_bytes: int = 0) -> T:
         return self._deadline.ask(question, LOAD_SECONDS + size_bytes / _SLOWEST_BYTES)
@@ -194,7 +203,7 @@ class BlockStore:
     def copy_layer(self, name: str, saves: Sequence[BlockTransfer]) -> None:
         """Copy a layer's KV for the saves of this step: its attention has just written it."""
         number = self._numbers.get(name)
-        if number is None or self.unusable is not None or self._quiet_steps:
+        if number is None or self.unusable is not None:
             return
         group = self._layers.layers[number].group
         for save in saves:
@@ -206,11 +215,14 @@ class BlockStore:
         """Queue the saves of this step for writing; returns the requests that are over, whose blocks may go."""
         for name in self._numbers if saves else ():
             self.copy_layer(name, saves)  # what no attention has announced: steps without tokens, CUDA graphs
-        quiet, self._quiet_steps = self._quiet_steps > 0, max(0, self._quiet_steps - 1)
+        self._quiet_steps = max(0, self._quiet_steps - 1)
+        for loading in self._by_layer:
+            loading.wait()
+            self._quiet_steps = self._quiet_steps if loading.error is None else _QUIET_STEPS
         for save in saves:
             copies = self._copies.pop(save.number, {})
-            if quiet or self.unusable is not None or NULL_BLOCK in self._blocks(save):
-                self._counts["dropped_saves"] += 1
+            if self._quiet_steps or self.unusable is not None or NULL_BLOCK in self._blocks(save):
+                self._note_written(save, kept=False)
                 continue
             layers = tuple(copies[number] for number in range(len(self._numbers)))
             self._write(save, Kv(save.span, save.kv_space.layout, layers))
@@ -220,21 +232,22 @@ class BlockStore:
         kv_space = rank_space(save.kv_space, self._rank, self._ranks)
         job = WriteJob(kv_space, save.tokens, lambda _: kv, known=save.span.start)
         job.detach()
-
-        def written() -> None:
-            with self._lock:
-                if job.kept:
-                    self._report.saved[save.number] += 1
-                    self._counts["saved_tokens"] += len(save.span)
-                else:
-                    self._counts["dropped_saves"] += 1
-
-        job.then = written
+        job.then = lambda: self._note_written(save, kept=job.kept)
         if not self._writer.offer(job):
-            self._counts["dropped_saves"] += 1
+            self._note_written(save, kept=False)
+
+    def _note_written(self, save: BlockTransfer, *, kept: bool) -> None:
+        with self._lock:
+            if kept:
+                self._report.saved[save.number] += 1
+                self._counts["saved_tokens"] += len(save.span)
+            else:
+                self._report.dropped.add(save.number)
+                self._counts["dropped_saves"] += 1
 
     def _reset(self, identity: str, tenant: str) -> None:
         """Remove a model's KV once more, after all that was queued before the scheduler removed it."""
+        self._quiet_steps = max(self._quiet_steps, 2)  # saves of this step, too, are of before
         try:
             self.flush(CLOSE_SECONDS)
             self._store.remove_model(identity, tenant)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
+from rekindle.core.plan import Tier
 
 BlockIds = tuple[tuple[int, ...], ...]  # of a request, by group of layers
 
@@ -43,17 +44,22 @@ class StepPlan:
 class WorkerReport:
     """What a worker did since the last report. Reports of several workers are added up.
 
-    saved      the numbers of saves that are in the store
-    load_times (bytes, seconds) of each load
+    saved      the numbers of saves that are in the store, with the number of workers
+    dropped    the numbers of saves that some worker has not stored
+    load_times (tier, bytes, seconds) of each load
     unusable   why this worker neither loads nor saves
     """
 
     saved: Counter[int] = field(default_factory=Counter)
-    load_times: list[tuple[int, float]] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
+    load_times: list[tuple[Tier, int, float]] = field(default_factory=list)
     unusable: str | None = None
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both reports as one."""
         return WorkerReport(
-            self.saved + other.saved, self.load_times + other.load_times, self.unusable or other.unusable
+            self.saved + other.saved,
+            self.dropped | other.dropped,
+            self.load_times + other.load_times,
+            self.unusable or other.unusable,
         )
