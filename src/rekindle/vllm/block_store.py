@@ -147,18 +147,18 @@ class BlockStore:
         began, size_bytes = time.monotonic(), len(loading.plan.span) * loading.plan.kv_space.layout.token_bytes
         try:
             match = self._fill(loading)
-            loading.error = None
+            seconds = time.monotonic() - began
             with self._lock:
-                self._report.load_times.append((tier_of(match), size_bytes, time.monotonic() - began))
+                self._report.load_times.append((tier_of(match), size_bytes, seconds))
+                self._counts.update(loads=1, loaded_tokens=len(loading.plan.span), loaded_bytes=size_bytes)
+                self._counts["load_ms"] += round(seconds * 1000)
+            loading.error = None
         except (NoAnswer, KvLost) as error:
             loading.error = str(error)
             log.info("computing instead: %s", error)
         finally:
-            with self._lock:
-                if loading.error is None:
-                    self._counts.update(loads=1, loaded_tokens=len(loading.plan.span), loaded_bytes=size_bytes)
-                    self._counts["load_ms"] += round((time.monotonic() - began) * 1000)
-                else:
+            if loading.error is not None:
+                with self._lock:
                     self._counts["failed_loads"] += 1
             loading.end()
 

@@ -89,7 +89,7 @@ def _specs(groups: Any) -> Iterator[tuple[int, str, Any]]:
 def served_model(vllm_config: Any, layers: ServedLayers) -> ServedModel:
     """The model of a server. Reads its weight files unless their digests are known.
 
-    Raises `UnsupportedModel` for what cannot be told apart by files, tokens and adapters, and `ModelError` for files
+    Raises `UnsupportedModel` for what is not distinguished by files, tokens and adapters, and `ModelError` for files
     that cannot be read.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
