@@ -76,10 +76,10 @@ class RekindleConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_planner(self, layers: ServedLayers, settings: Settings, load: str) -> BlockPlanner | None:
         config = self._vllm_config
+        model = served_model(config, layers)
         store = open_store(settings, share=0.0)  # memory is for the workers, who read
         if store is None:
             return None
-        model = served_model(config, layers)
         hybrid = len(layers.group_tokens) > 1  # whose loads can fail as a whole only, and end with a block
         events = config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
         return BlockPlanner(

@@ -21,6 +21,8 @@ COUNTERS = {
 class ConnectorCounts(KVConnectorStats):
     """Counts since the last report, by name. Those of several workers are added up."""
 
+    data: dict[str, Any]
+
     def reset(self) -> None:
         self.data.clear()
 

@@ -86,6 +86,6 @@ def _keys_transposed(layer: Tensor, key_dim: int) -> PagedLayer | None:
         flat = layer.view(blocks, heads, tokens * width)
     except RuntimeError:  # its tokens do not lie side by side
         return None
-    keys = flat[..., : tokens * key_dim].unflatten(2, (key_dim, tokens)).transpose(2, 3)
-    values = flat[..., tokens * key_dim :].unflatten(2, (tokens, width - key_dim))
+    keys = flat[..., : tokens * key_dim].view(blocks, heads, key_dim, tokens).transpose(2, 3)
+    values = flat[..., tokens * key_dim :].view(blocks, heads, tokens, width - key_dim)
     return PagedLayer(keys, values)
