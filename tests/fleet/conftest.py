@@ -16,13 +16,12 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 @pytest.fixture(autouse=True)
-def whatever_is_stored_is_loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def whatever_is_stored_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes sooner than it loads, and a shared machine may be slow."""
     from tests.unmeasured_costs import UnmeasuredCosts
 
     monkeypatch.setattr("rekindle.vllm.block_store.LOAD_SECONDS", 120.0)
-    if request.node.get_closest_marker("measured_costs") is None:
-        monkeypatch.setattr("rekindle.vllm.served_model.Costs", lambda prior: UnmeasuredCosts())
+    monkeypatch.setattr("rekindle.vllm.served_model.Costs", lambda prior: UnmeasuredCosts())
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from rekindle.machine import models_folder
 from rekindle.vllm.served_model import SHARED_FAMILIES
 from tests.fleet.servers import Served, prompt, save_model, serving
 
-COUNT = 32
+COUNT = 16
 PROMPT = prompt(300)
 
 

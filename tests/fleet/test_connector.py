@@ -172,15 +172,6 @@ def test_stored_blocks_are_announced(llama: Path, tmp_path: Path, monkeypatch: p
     assert stored[0].parent_block_hash is None
 
 
-@pytest.mark.measured_costs
-def test_what_is_computed_faster_is_not_loaded(llama: Path, plain: Served, tmp_path: Path) -> None:
-    with serving(llama, tmp_path / "kv") as server:
-        server.reply(PROMPT, 48)
-        server.forget()
-        assert server.reply(PROMPT, 48) == plain
-        assert server.counts()["refused_loads"] >= 1
-
-
 def adapter(folder: Path, seed: int) -> Path:
     random = np.random.default_rng(seed)
     names = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(4) for part in "qkv"]
