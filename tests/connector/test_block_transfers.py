@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,14 @@ class AskedRequest:
     lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
+
+
+class FixedCosts(Costs):
+    """Costs that are what they are, however long a step takes here."""
+
+    def computed(self, span: Span, seconds: float) -> None: ...
+
+    def refused(self, kinds: Iterable[str]) -> None: ...
 
 
 class Fleet:
@@ -223,10 +231,20 @@ def test_whole_blocks_where_loads_must_end_with_one(tmp_path: Path) -> None:
 
 def test_what_computes_faster_is_not_loaded(tmp_path: Path) -> None:
     slow = Rates((0.0, 1e-6, 0.0), {"memory": (1.0, 0.0), "disk": (1.0, 0.0), "coded": (1.0, 0.0)})
-    fleet = Fleet(tmp_path / "kv", Costs(slow))
+    fleet = Fleet(tmp_path / "kv", FixedCosts(slow))
     run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
     assert fleet.planner.matched(asked("again", 100), 0) == 0
     assert fleet.planner.take_counts() == {"refused_loads": 1}
+    fleet.close()
+
+
+def test_a_token_that_saves_no_step_is_not_loaded(tmp_path: Path) -> None:
+    """The weights are read for the rest of the prompt anyway."""
+    rates = Rates((10.0, 1e-3, 0.0), {"memory": (5e-3, 0.0), "disk": (5e-3, 0.0), "coded": (5e-3, 0.0)})
+    fleet = Fleet(tmp_path / "kv", FixedCosts(rates))
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    assert fleet.planner.matched(AskedRequest("other", [1, *range(500, 599)], 100), 0) == 0
+    assert fleet.planner.matched(asked("again", 100), 0) == 99
     fleet.close()
 
 

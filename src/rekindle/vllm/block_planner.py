@@ -102,7 +102,8 @@ class BlockPlanner:
         stop = match.length - match.length % self._whole
         if stop <= computed or known.preemptions == request.num_preemptions:
             return 0
-        return stop - computed if self._worth_loading(match.until(stop), computed) else 0
+        worth = self._worth_loading(match.until(stop), computed, len(request.all_token_ids))
+        return stop - computed if worth else 0
 
     def admitted(self, request: VllmRequest, block_ids: BlockIds, external: int) -> None:
         """A request got blocks, and `external` tokens after those computed are to be loaded."""
@@ -239,10 +240,12 @@ class BlockPlanner:
         spaces = (rank_space(kv_space, rank, self._model.ranks) for rank in range(self._model.ranks))
         return min((self._store.lookup(space, tokens) for space in spaces), key=lambda match: match.length)
 
-    def _worth_loading(self, match: Match, computed: int) -> bool:
-        span = Span(computed, match.length)
+    def _worth_loading(self, match: Match, computed: int, count: int) -> bool:
+        """Whether a prompt of `count` tokens ends sooner if what is stored after `computed` is loaded."""
         tier, rates = tier_of(match), self._model.costs.rates
-        if rates.load_seconds(tier, len(span) * self._model.layout.token_bytes) <= rates.compute_seconds(span):
+        size_bytes = (match.length - computed) * self._model.layout.token_bytes
+        saved_seconds = rates.compute_seconds(Span(computed, count)) - rates.compute_seconds(Span(match.length, count))
+        if rates.load_seconds(tier, size_bytes) <= saved_seconds:
             return True
         self._model.costs.refused((tier,))
         self._refused_loads += 1
