@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = [] if os.environ.get("TEST_FLEET") else ["test_*.py"]
+IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler and its worker can be looked at
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the scheduler and its worker can be looked at
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+if os.environ.get("TEST_FLEET"):
+    os.environ.update(IN_PROCESS)
+else:
+    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
