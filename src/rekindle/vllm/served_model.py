@@ -102,34 +102,38 @@ def served_model(vllm_config: Any, layers: ServedLayers) -> ServedModel:
         raise UnsupportedModel("its weights are random (load_format=dummy).")
     folder = _folder(model)
     known = folder_fingerprint(folder)
-    identity = Identity(**asdict(known), dtype=layers.dtype, rope=_regime(vllm_config))
+    identity = Identity(**asdict(known), dtype=layers.dtype, rope=_regime(vllm_config, layers.dtype))
     return ServedModel(
         identity.digest, str(model.model), layers.layout, parallel.tensor_parallel_size, _costs(vllm_config, layers)
     )
 
 
 def _folder(model: Any) -> Path:
-    """The folder of the model's files, which vLLM has fetched if need be."""
+    """The folder of the model's files, which vLLM has fetched if need be. Raises `UnsupportedModel`."""
     place = Path(model.model)
     if place.is_dir():
         return place
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"the files of {model.model} are not in a folder ({error}).") from error
 
 
-def _regime(vllm_config: Any) -> str:
+def _regime(vllm_config: Any, dtype: KvType) -> str:
     """`plain` if the files alone say what is computed, as in transformers; else a name of its own for what does."""
     model = vllm_config.model_config
     text = str(model.hf_text_config.to_dict())
     own = [
         str(model.quantization),
         str(model.hf_overrides or ""),
+        "" if str(model.dtype) == f"torch.{dtype}" else str(model.dtype),
         # These rotate keys by the length of a context, or by what vLLM allows for it.
         str(model.max_model_len) if "'longrope'" in text or "'dynamic'" in text else "",
         "" if model.hf_text_config.model_type in SHARED_FAMILIES else "vllm",
     ]
-    return PLAIN if own == ["None", "", "", ""] else f"vllm/{digest_of_fields(*own)}"
+    return PLAIN if own == ["None", "", "", "", ""] else f"vllm/{digest_of_fields(*own)}"
 
 
 def _costs(vllm_config: Any, layers: ServedLayers) -> Costs:
