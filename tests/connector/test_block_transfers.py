@@ -259,6 +259,22 @@ def test_a_reset_removes_what_was_stored_and_queued(fleet: Fleet) -> None:
     assert fleet.planner.matched(asked("again", 200), 0) == 0
 
 
+def test_a_reply_that_ended_before_a_reset_is_not_stored_but_its_blocks_go(fleet: Fleet) -> None:
+    request = asked("first", 100)
+    run_prompt(fleet, request, (3, 9, 4, 7))
+    request.all_token_ids += range(500, 540)
+    request.num_computed_tokens = 139
+    assert fleet.planner.finished(request, ((3, 9, 4, 7, 8),))
+    assert fleet.planner.reset()
+    plan = fleet.planner.step({}, lambda _: ())
+    fleet.worker.start_loads(plan)
+    assert fleet.worker.finish_saves(plan.saves) == {"first"}
+    assert fleet.worker.flush(PATIENCE_SECONDS)
+    assert fleet.planner.matched(AskedRequest("longer", [*request.all_token_ids, 7], 141), 0) == 0
+    run_prompt(fleet, asked("next", 100), (3, 9, 4, 7))
+    assert fleet.planner.matched(asked("again", 100), 0) == 99
+
+
 def test_workers_hold_a_part_of_the_heads_each(tmp_path: Path) -> None:
     """What one of them lost, none of them loads."""
     model = ServedModel("identity", "tiny", LAYERS.layout, 2, UnmeasuredCosts())

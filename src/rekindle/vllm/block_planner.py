@@ -187,6 +187,8 @@ class BlockPlanner:
         self._plan.reset = self._model.identity, self._settings.tenant
         self._writing.clear()
         self._tracked.clear()  # what requests have computed so far is not stored either
+        nothing = [replace(save, span=Span(save.span.stop, save.span.stop)) for save in self._plan.saves]
+        self._plan.saves = nothing  # their blocks still have to be freed
         try:
             self._store.remove_model(*self._plan.reset)
         except CacheUnusable as error:

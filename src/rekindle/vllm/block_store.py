@@ -247,7 +247,6 @@ class BlockStore:
 
     def _reset(self, identity: str, tenant: str) -> None:
         """Remove a model's KV once more, after all that was queued before the scheduler removed it."""
-        self._quiet_steps = max(self._quiet_steps, 2)  # saves of this step, too, are of before
         try:
             self.flush(CLOSE_SECONDS)
             self._store.remove_model(identity, tenant)
