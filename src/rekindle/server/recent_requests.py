@@ -118,7 +118,8 @@ class RecordedRequest:
         running = self.state == "prefill" and self.prefill is not None
         fields = {
             "id": self.id, "at": self.at, "tenant": self.scope.tenant, "app": self.app,
-            "model": self.adapter or self.model, "state": self.state, "problem": self.problem, "marks": self.marks, "tokens": total, "spans": self.spans,
+            "model": self.adapter or self.model, "state": self.state, "problem": self.problem, "marks": self.marks,
+            "tokens": total, "spans": self.spans,
             "present": self.prefill.present if running and self.prefill else total, "written": self.written,
         }  # fmt: skip
         if reuse is not None:

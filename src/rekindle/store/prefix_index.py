@@ -109,6 +109,16 @@ class Match:
         ]
         return Match(self.root, self.tokens, self.keys, tuple(pieces))
 
+    def since(self, start: int) -> Match:
+        """The same without what lies before `start`, the beginning of a block: for loading the rest."""
+        pieces = []
+        for piece in self.pieces:
+            left_out = max(0, start - piece.span.start)
+            if left_out < len(piece.span):
+                first = piece.first + left_out // BLOCK_TOKENS
+                pieces.append(replace(piece, first=first, span=Span(piece.span.start + left_out, piece.span.stop)))
+        return replace(self, pieces=tuple(pieces))
+
     def gap(self) -> Span | None:
         """The span to keep: from the first block not stored as a whole. None if every token is stored."""
         count = len(self.tokens) // TOKEN_BYTES

@@ -372,11 +372,19 @@ class TieredStore:
         """
         self._failures.check_open()
         self.shared.remove(Scope(tenant, salt))
-        own = "SELECT id FROM kv_spaces WHERE tenant=? AND salt=?"
+        self._remove_spaces("tenant=? AND salt=?", (tenant, salt))
+
+    def remove_model(self, identity: str, tenant: str) -> None:
+        """The same for a tenant's KV of one model, under every salt; shared tiers keep theirs."""
+        self._failures.check_open()
+        self._remove_spaces("identity=? AND tenant=?", (identity, tenant))
+
+    def _remove_spaces(self, chosen: str, values: tuple[str, str]) -> None:
+        own = f"SELECT id FROM kv_spaces WHERE {chosen}"
         try:
             with self.disk.database.writing() as connection:
-                connection.execute(f"DELETE FROM requests WHERE kv_space IN ({own})", (tenant, salt))
-                kv_spaces = {id for (id,) in connection.execute(own, (tenant, salt))}
+                connection.execute(f"DELETE FROM requests WHERE kv_space IN ({own})", values)
+                kv_spaces = {id for (id,) in connection.execute(own, values)}
             self.disk.remove([row for row in self.disk.entries() if row.kv_space in kv_spaces])
             remove_traces(self.disk, lambda row: row.kv_space in kv_spaces)
         except (OSError, sqlite3.Error) as error:

@@ -7,9 +7,10 @@ import hashlib
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def load_checkpoint(folder: Path, device: str, dtype: str, reserve: Reserve | No
 
     Raises `BrokenModel`, `NotAModel` or `UnsupportedModel`, and `InvalidSetting` for a device that is not there.
     """
-    weights = check_folder(folder)
+    check_folder(folder)
     with quiet_transformers():
         config = _load_config(folder)
         stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
@@ -88,12 +89,21 @@ def load_checkpoint(folder: Path, device: str, dtype: str, reserve: Reserve | No
             reserve(numbers * placement.dtype.itemsize, total_memory(placement.device))
         model = _load_model(folder, config, placement)
         tokenizer = load_tokenizer(folder, model)
-    config_digest = digest_of_config(config.to_dict())
+    return Checkpoint(model, tokenizer, placement, partial(_folder_fingerprint, folder, config.to_dict()))
 
-    def fingerprint() -> Fingerprint:
-        return Fingerprint(digest_of_files(weights), config_digest, tokenizer_digest(folder), template_digest(folder))
 
-    return Checkpoint(model, tokenizer, placement, fingerprint)
+def folder_fingerprint(folder: Path) -> Fingerprint:
+    """Digests of a model folder that another program loads. Reads the weight files unless their digests are known.
+
+    Raises `BrokenModel`, `NotAModel` or `UnsupportedModel`.
+    """
+    with quiet_transformers():
+        return _folder_fingerprint(folder, _load_config(folder).to_dict())
+
+
+def _folder_fingerprint(folder: Path, config: Mapping[str, object]) -> Fingerprint:
+    weights = digest_of_files(check_folder(folder))
+    return Fingerprint(weights, digest_of_config(config), tokenizer_digest(folder), template_digest(folder))
 
 
 def load_tokenizer(folder: Path, model: PreTrainedModel) -> HfTokenizer:

@@ -1,0 +1,314 @@
+"""The plans of the scheduler's side, carried out by the worker's side in one store: vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rekindle.cache.cost import Costs, Rates
+from rekindle.core.kv import KvLayout, LayerShape, Span
+from rekindle.settings import Settings
+from rekindle.store.tiered import TieredStore
+from rekindle.vllm.block_planner import BlockPlanner
+from rekindle.vllm.block_store import BlockStore
+from rekindle.vllm.paged_kv import PagedLayer
+from rekindle.vllm.served_model import ServedLayer, ServedLayers, ServedModel
+from rekindle.vllm.step_plan import StepPlan, WorkerReport
+from tests.unmeasured_costs import UnmeasuredCosts
+
+SIZE, BLOCKS = 32, 64
+SHAPE = LayerShape(2, 8, 8)
+NAMES = ("model.layers.0.attn", "model.layers.1.attn")
+LAYERS = ServedLayers(tuple(ServedLayer(name, 0, SHAPE) for name in NAMES), (SIZE,), "float32")
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass
+class AskedRequest:
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: Any = None
+
+
+class FixedCosts(Costs):
+    """Costs that are what they are, however long a step takes here."""
+
+    def computed(self, span: Span, seconds: float) -> None: ...
+
+    def refused(self, kinds: Iterable[str]) -> None: ...
+
+
+class Fleet:
+    """A planner, a worker and vLLM's memory, in one process."""
+
+    def __init__(self, folder: Path, costs: Costs | None = None, **options: Any) -> None:
+        self.stored: list[tuple[str, Span]] = []
+        model = ServedModel("identity", "tiny", LAYERS.layout, 1, costs or UnmeasuredCosts())
+        settings = Settings.load({"cache": str(folder)})
+        note = lambda request, span: self.stored.append((request.request_id, span))  # noqa: E731
+        self.planner = BlockPlanner(TieredStore(folder), model, settings, on_stored=note, **options)
+        self.worker = BlockStore(TieredStore(folder), LAYERS, 0, 1)
+        torch.manual_seed(0)
+        self.memory = {layer.name: PagedLayer(*torch.randn(2, BLOCKS, 2, SIZE, 8)) for layer in LAYERS.layers}
+        self.worker.register(self.memory)
+
+    def step(self, scheduled: dict[str, int], tables: dict[str, tuple[int, ...]]) -> StepPlan:
+        plan = self.planner.step(scheduled, lambda request_id: (tables[request_id],))
+        self.worker.start_loads(plan)
+        for layer in LAYERS.layers if scheduled else ():
+            self.worker.wait_for_layer(layer.name)
+            self.worker.copy_layer(layer.name, plan.saves)
+        self.worker.finish_saves(plan.saves)
+        assert self.worker.flush(PATIENCE_SECONDS)
+        self.planner.report(self.worker.take_report())
+        return plan
+
+    def close(self) -> None:
+        self.worker.close()
+        self.planner.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path / "kv")
+    yield made
+    made.close()
+
+
+def asked(name: str, length: int, **more: Any) -> AskedRequest:
+    return AskedRequest(name, list(range(1, length + 1)), length, **more)
+
+
+def run_prompt(fleet: Fleet, request: AskedRequest, blocks: tuple[int, ...], chunk: int = 1000) -> list[StepPlan]:
+    """Compute a prompt in chunks, as vLLM's scheduler does."""
+    fleet.planner.matched(request, 0)
+    fleet.planner.admitted(request, (blocks,), 0)
+    plans = []
+    while request.num_computed_tokens < request.num_prompt_tokens:
+        count = min(chunk, request.num_prompt_tokens - request.num_computed_tokens)
+        plans.append(fleet.step({request.request_id: count}, {request.request_id: blocks}))
+        request.num_computed_tokens += count
+    return plans
+
+
+def loaded(fleet: Fleet) -> tuple[set[str], set[str]]:
+    """Wait until a load has ended."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        ended, failed = fleet.worker.finished_loads()
+        if ended:
+            return ended, failed
+        time.sleep(0.01)
+    raise AssertionError("no load has ended")
+
+
+def test_a_prompt_is_saved_and_loaded_into_other_blocks(fleet: Fleet) -> None:
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    again = asked("again", 100)
+    assert fleet.planner.matched(again, 0) == 99
+    fleet.planner.admitted(again, ((20, 21, 22, 23),), 99)
+    fleet.step({}, {})
+    assert loaded(fleet) == ({"again"}, set())
+    for paged in fleet.memory.values():
+        was, now = paged.read((3, 9, 4, 7), SIZE, Span(0, 99)), paged.read((20, 21, 22, 23), SIZE, Span(0, 99))
+        assert (was.keys == now.keys).all()
+        assert (was.values == now.values).all()
+
+
+def test_only_what_vllm_lacks_is_loaded(fleet: Fleet) -> None:
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    before = fleet.memory["model.layers.0.attn"].read((20, 21), SIZE, Span(0, 64))
+    again = asked("again", 100)
+    assert fleet.planner.matched(again, 64) == 35
+    fleet.planner.admitted(again, ((20, 21, 22, 23),), 35)
+    fleet.step({}, {})
+    loaded(fleet)
+    paged = fleet.memory["model.layers.0.attn"]
+    assert (paged.read((20, 21), SIZE, Span(0, 64)).keys == before.keys).all()
+    assert (paged.read((22, 23), SIZE, Span(0, 35)).keys == paged.read((4, 7), SIZE, Span(0, 35)).keys).all()
+
+
+def test_a_prompt_in_chunks_is_saved_by_whole_blocks_and_to_its_end(fleet: Fleet) -> None:
+    plans = run_prompt(fleet, asked("first", 100), (3, 9, 4, 7), chunk=40)
+    assert [save.span for plan in plans for save in plan.saves] == [Span(0, 32), Span(32, 64), Span(64, 100)]
+    assert fleet.stored == [("first", Span(0, 32)), ("first", Span(32, 64)), ("first", Span(64, 100))]
+    assert fleet.planner.matched(asked("again", 200), 0) == 100
+
+
+def test_what_is_stored_is_not_saved_again(fleet: Fleet) -> None:
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    longer = asked("longer", 160)
+    plans = run_prompt(fleet, longer, (20, 21, 22, 23, 24))
+    assert [save.span for plan in plans for save in plan.saves] == [Span(96, 160)]
+
+
+def test_a_reply_is_saved_when_it_ends(fleet: Fleet) -> None:
+    request = asked("first", 100)
+    run_prompt(fleet, request, (3, 9, 4, 7))
+    request.all_token_ids += range(500, 540)
+    request.num_computed_tokens = 139
+    assert fleet.planner.finished(request, ((3, 9, 4, 7, 8),))
+    plan = fleet.planner.step({}, lambda _: ())
+    assert fleet.worker.finish_saves(plan.saves) == {"first"}
+    assert fleet.worker.flush(PATIENCE_SECONDS)
+    longer = AskedRequest("longer", [*request.all_token_ids, 7, 8, 9], 143)
+    assert fleet.planner.matched(longer, 0) == 139
+
+
+@pytest.mark.parametrize("new", [1, 20])
+def test_less_than_a_block_of_a_reply_is_not_written(fleet: Fleet, new: int) -> None:
+    request = asked("first", 100)
+    run_prompt(fleet, request, (3, 9, 4, 7))
+    request.all_token_ids += range(500, 500 + new)
+    request.num_computed_tokens = 99 + new
+    assert not fleet.planner.finished(request, ((3, 9, 4, 7, 8),))
+
+
+def test_a_load_that_failed_is_not_tried_again(fleet: Fleet, tmp_path: Path) -> None:
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    other = TieredStore(tmp_path / "kv")
+    again = asked("again", 100)
+    assert fleet.planner.matched(again, 0) == 99
+    other.clear()
+    other.close()
+    fleet.planner.admitted(again, ((20, 21, 22, 23),), 99)
+    fleet.step({}, {})
+    assert loaded(fleet) == ({"again"}, {"again"})
+    assert fleet.worker.take_failed_blocks() == {20, 21, 22, 23}
+    run_prompt(fleet, asked("second", 100), (3, 9, 4, 7))  # there it is again
+    assert fleet.planner.matched(again, 0) == 0
+    again.num_preemptions = 1
+    assert fleet.planner.matched(again, 0) == 99
+
+
+def test_nothing_computed_after_a_failed_load_by_layers_is_kept(tmp_path: Path) -> None:
+    """The step that needed it runs on, with what the blocks held; so do steps that were scheduled already."""
+    fleet = Fleet(tmp_path / "kv", by_layer=True)
+    run_prompt(fleet, asked("first", 64), (3, 9))
+    longer = asked("longer", 160)
+    assert fleet.planner.matched(longer, 0) == 64
+    fleet.planner.admitted(longer, ((20, 21, 22, 23, 24),), 64)
+    longer.num_computed_tokens = 64
+    for file in (tmp_path / "kv").rglob("*.kv"):
+        file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+    fleet.worker.close()  # a worker that has nothing in memory
+    fleet.worker = BlockStore(TieredStore(tmp_path / "kv"), LAYERS, 0, 1)
+    fleet.worker.register(fleet.memory)
+    fleet.step({"longer": 96}, {"longer": (20, 21, 22, 23, 24)})
+    assert fleet.worker.finished_loads() == (set(), set())
+    assert fleet.worker.take_failed_blocks() == {20, 21}
+    assert fleet.worker.take_counts() == {"failed_loads": 1, "dropped_saves": 1}
+    assert not fleet.planner.writing  # nobody waits for what was dropped
+    fleet.close()
+
+
+def test_salts_and_requests_with_images_find_nothing(fleet: Fleet) -> None:
+    run_prompt(fleet, asked("first", 100, cache_salt="anna"), (3, 9, 4, 7))
+    assert fleet.planner.matched(asked("own", 100, cache_salt="anna"), 0) == 99
+    assert fleet.planner.matched(asked("none", 100), 0) == 0
+    assert fleet.planner.matched(asked("other", 100, cache_salt="ben"), 0) == 0
+    assert fleet.planner.matched(asked("image", 100, cache_salt="anna", mm_features=[object()]), 0) == 0
+
+
+def test_whole_blocks_where_loads_must_end_with_one(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path / "kv", whole=SIZE)
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    assert fleet.planner.matched(asked("again", 100), 0) == 96
+    fleet.close()
+
+
+def test_what_computes_faster_is_not_loaded(tmp_path: Path) -> None:
+    slow = Rates((0.0, 1e-6, 0.0), {"memory": (1.0, 0.0), "disk": (1.0, 0.0), "coded": (1.0, 0.0)})
+    fleet = Fleet(tmp_path / "kv", FixedCosts(slow))
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    assert fleet.planner.matched(asked("again", 100), 0) == 0
+    assert fleet.planner.take_counts() == {"refused_loads": 1}
+    fleet.close()
+
+
+def test_a_token_that_saves_no_step_is_not_loaded(tmp_path: Path) -> None:
+    """The weights are read for the rest of the prompt anyway."""
+    rates = Rates((10.0, 1e-3, 0.0), {"memory": (5e-3, 0.0), "disk": (5e-3, 0.0), "coded": (5e-3, 0.0)})
+    fleet = Fleet(tmp_path / "kv", FixedCosts(rates))
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    assert fleet.planner.matched(AskedRequest("other", [1, *range(500, 599)], 100), 0) == 0
+    assert fleet.planner.matched(asked("again", 100), 0) == 99
+    fleet.close()
+
+
+def test_a_reset_removes_what_was_stored_and_queued(fleet: Fleet) -> None:
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    late = asked("late", 200)
+    fleet.planner.matched(late, 0)
+    plan = fleet.planner.step({"late": 200}, lambda _: (tuple(range(30, 37)),))
+    assert fleet.planner.reset()
+    fleet.worker.finish_saves(plan.saves)  # the step was under way
+    fleet.step({}, {})
+    assert fleet.planner.matched(asked("again", 200), 0) == 0
+
+
+def test_a_reply_that_ended_before_a_reset_is_not_stored_but_its_blocks_go(fleet: Fleet) -> None:
+    request = asked("first", 100)
+    run_prompt(fleet, request, (3, 9, 4, 7))
+    request.all_token_ids += range(500, 540)
+    request.num_computed_tokens = 139
+    assert fleet.planner.finished(request, ((3, 9, 4, 7, 8),))
+    assert fleet.planner.reset()
+    plan = fleet.planner.step({}, lambda _: ())
+    fleet.worker.start_loads(plan)
+    assert fleet.worker.finish_saves(plan.saves) == {"first"}
+    assert fleet.worker.flush(PATIENCE_SECONDS)
+    assert fleet.planner.matched(AskedRequest("longer", [*request.all_token_ids, 7], 141), 0) == 0
+    run_prompt(fleet, asked("next", 100), (3, 9, 4, 7))
+    assert fleet.planner.matched(asked("again", 100), 0) == 99
+
+
+def test_workers_hold_a_part_of_the_heads_each(tmp_path: Path) -> None:
+    """What one of them lost, none of them loads."""
+    model = ServedModel("identity", "tiny", LAYERS.layout, 2, UnmeasuredCosts())
+    planner = BlockPlanner(TieredStore(tmp_path / "kv"), model, Settings.load({"cache": str(tmp_path / "kv")}))
+    workers = [BlockStore(TieredStore(tmp_path / "kv"), LAYERS, rank, 2) for rank in (0, 1)]
+    for worker in workers:
+        worker.register({layer.name: PagedLayer(*torch.randn(2, BLOCKS, 2, SIZE, 8)) for layer in LAYERS.layers})
+    planner.matched(asked("first", 100), 0)
+    plan = planner.step({"first": 100}, lambda _: ((3, 9, 4, 7),))
+    workers[0].finish_saves(plan.saves)
+    assert workers[0].flush(PATIENCE_SECONDS)
+    assert planner.matched(asked("again", 100), 0) == 0
+    workers[1].finish_saves(plan.saves)
+    assert workers[1].flush(PATIENCE_SECONDS)
+    assert planner.matched(asked("again", 100), 0) == 99
+    for closing in (*workers, planner):
+        closing.close()
+
+
+def test_reports_of_workers_are_added_up() -> None:
+    one, other = WorkerReport(load_times=[("disk", 1, 0.5)]), WorkerReport(unusable="no layout")
+    one.saved[4] += 1
+    other.saved[4] += 1
+    both = one.aggregate(other)
+    assert (both.saved[4], both.load_times, both.unusable) == (2, [("disk", 1, 0.5)], "no layout")
+
+
+def test_a_worker_without_a_layout_stops_the_planner(fleet: Fleet) -> None:
+    fleet.worker.register({})
+    fleet.step({}, {})
+    assert fleet.planner.unusable is not None
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    assert fleet.planner.matched(asked("again", 100), 0) == 0
+
+
+def test_a_layout_is_that_of_all_layers() -> None:
+    assert LAYERS.layout == KvLayout("float32", (SHAPE, SHAPE))

@@ -1,0 +1,3 @@
+"""The guide, vllm.md: it needs vLLM, so tests/fleet runs it."""
+
+PAGES = ["docs/guide/vllm.md"]

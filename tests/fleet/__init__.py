@@ -1,0 +1,1 @@
+"""Rekindle behind vLLM. `make test-fleet` runs these, in an environment of their own: vLLM pins torch."""
