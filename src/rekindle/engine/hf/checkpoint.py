@@ -79,7 +79,7 @@ def load_checkpoint(folder: Path, device: str, dtype: str, reserve: Reserve | No
 
     Raises `BrokenModel`, `NotAModel` or `UnsupportedModel`, and `InvalidSetting` for a device that is not there.
     """
-    check_folder(folder)
+    weights = check_folder(folder)
     with quiet_transformers():
         config = _load_config(folder)
         stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
