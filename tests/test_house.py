@@ -46,16 +46,16 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 308, 3, "replayed turns with thoughts and calls (text/replay), explain for agents: the message that "
      "diverged and why (cache/divergence), for bodies of every protocol (server/recorded)"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
-    ("rekindle", 640, 7, "manners: a line of the log for each request, draining, replies whose time is up, errors "
+    ("rekindle", 682, 7, "manners: a line of the log for each request, draining, replies whose time is up, errors "
      "that name fields; text/fill_in for suffix; server/llamacpp: llama.cpp's own endpoints over the same core"),
     ("benchmarks", 270, 4, "agents: a coding conversation of 30 turns against llama.cpp's own server and no cache"),
-    ("rekindle", 520, 3, "several models on one address within one limit of memory (session_group, server/host), "
+    ("rekindle", 567, 3, "several models on one address within one limit of memory (session_group, server/host), "
      "listening before the first is loaded; contexts as long as model and memory allow (context_length)"),
     ("rekindle", 660, 6, "the page at / (recent_requests, usage_log, server/page), `rekindle top`, the source of "
      "every token of a prompt (Reuse.by_source, source_spans), bars in notebooks"),
-    ("rekindle", 1320, 8, "shared tiers: Redis, S3 and encrypted objects behind one protocol, records, extents read "
+    ("rekindle", 1352, 8, "shared tiers: Redis, S3 and encrypted objects behind one protocol, records, extents read "
      "by ranges, write-behind with claims, chunks; settings, doctor and metrics of them"),
-    ("rekindle", 865, 8, "vllm/: a connector for vLLM: plans in its scheduler, layer-wise loads and saves in its "
+    ("rekindle", 898, 8, "vllm/: a connector for vLLM: plans in its scheduler, layer-wise loads and saves in its "
      "workers, the layout of its blocks found by trial, metrics, events; part of a match is loaded, a model's KV "
      "is removed"),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from rekindle.store.tiered import TieredStore
 from rekindle.vllm.block_planner import BlockPlanner
 from rekindle.vllm.block_store import BlockStore
 from rekindle.vllm.paged_kv import PagedLayer
-from rekindle.vllm.served_model import ServedLayer, ServedLayers, ServedModel
+from rekindle.vllm.served_model import ServedLayer, ServedLayers, VllmModel
 from rekindle.vllm.step_plan import StepPlan, WorkerReport
 from tests.unmeasured_costs import UnmeasuredCosts
 
@@ -55,7 +55,7 @@ class Fleet:
 
     def __init__(self, folder: Path, costs: Costs | None = None, **options: Any) -> None:
         self.stored: list[tuple[str, Span]] = []
-        model = ServedModel("identity", "tiny", LAYERS.layout, 1, costs or UnmeasuredCosts())
+        model = VllmModel("identity", "tiny", LAYERS.layout, 1, costs or UnmeasuredCosts())
         settings = Settings.load({"cache": str(folder)})
         note = lambda request, span: self.stored.append((request.request_id, span))  # noqa: E731
         self.planner = BlockPlanner(TieredStore(folder), model, settings, on_stored=note, **options)
@@ -277,7 +277,7 @@ def test_a_reply_that_ended_before_a_reset_is_not_stored_but_its_blocks_go(fleet
 
 def test_workers_hold_a_part_of_the_heads_each(tmp_path: Path) -> None:
     """What one of them lost, none of them loads."""
-    model = ServedModel("identity", "tiny", LAYERS.layout, 2, UnmeasuredCosts())
+    model = VllmModel("identity", "tiny", LAYERS.layout, 2, UnmeasuredCosts())
     planner = BlockPlanner(TieredStore(tmp_path / "kv"), model, Settings.load({"cache": str(tmp_path / "kv")}))
     workers = [BlockStore(TieredStore(tmp_path / "kv"), LAYERS, rank, 2) for rank in (0, 1)]
     for worker in workers:

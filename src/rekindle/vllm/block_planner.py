@@ -22,7 +22,7 @@ from rekindle.errors import CacheUnusable, RekindleError
 from rekindle.settings import Settings
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
-from rekindle.vllm.served_model import ServedModel
+from rekindle.vllm.served_model import VllmModel
 from rekindle.vllm.step_plan import BlockIds, BlockTransfer, StepPlan, WorkerReport
 
 log = logging.getLogger("rekindle.vllm")
@@ -69,7 +69,7 @@ class BlockPlanner:
     def __init__(
         self,
         store: TieredStore,
-        model: ServedModel,
+        model: VllmModel,
         settings: Settings,
         *,
         by_layer: bool = False,

@@ -48,7 +48,7 @@ class ServedLayers:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class VllmModel:
     """A model as vLLM serves it. `ranks` workers hold a part of the heads each."""
 
     identity: str
@@ -86,7 +86,7 @@ def _specs(groups: Any) -> Iterator[tuple[int, str, Any]]:
             yield number, name, group.kv_cache_spec if by_layer is None else by_layer[name]
 
 
-def served_model(vllm_config: Any, layers: ServedLayers) -> ServedModel:
+def served_model(vllm_config: Any, layers: ServedLayers) -> VllmModel:
     """The model of a server. Reads its weight files unless their digests are known.
 
     Raises `UnsupportedModel` for what is not distinguished by files, tokens and adapters, and `ModelError` for files
@@ -103,7 +103,7 @@ def served_model(vllm_config: Any, layers: ServedLayers) -> ServedModel:
     folder = _folder(model)
     known = folder_fingerprint(folder)
     identity = Identity(**asdict(known), dtype=layers.dtype, rope=_regime(vllm_config, layers.dtype))
-    return ServedModel(
+    return VllmModel(
         identity.digest, str(model.model), layers.layout, parallel.tensor_parallel_size, _costs(vllm_config, layers)
     )
 
