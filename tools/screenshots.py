@@ -161,7 +161,7 @@ def main() -> None:
         server = Server(session, ServerSettings(port=0))
         with server.running() as url:
             use(url, session)
-            repeat(server.app.state.service, Path(folder) / "usage.db")
+            repeat(server.host.services()[0], Path(folder) / "usage.db")
             with browser(given.width, color_scheme=given.theme) as page:
                 take(page, url, given.to)
 

@@ -176,7 +176,7 @@ def test_new_requests_get_503_until_the_replies_have_ended(serve: Serve, caplog:
     first = Asking(lambda: served.chat("hello"))
     eventually(engine.entered.is_set)
     served.server.stop()
-    eventually(lambda: served.service.stopping)
+    eventually(lambda: served.server.host.stopping)
     for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
         refused = served.post(path, messages=USER, max_tokens=3)
         assert refused.status_code == 503 and "stopping" in refused.text and refused.headers["retry-after"]

@@ -172,7 +172,7 @@ def test_the_page_finds_a_server_that_comes_back(tmp_path: Path, page: Page) -> 
     expect(page.locator("#connection")).to_have_attribute("data-state", "lost")
     again = Server(fake_session(tmp_path / "cache"), ServerSettings(port=port))
     with again.running() as url:
-        Served(url, again, again.app.state.service.session).chat("Hi", app_id="mail")
+        Served(url, again, again.host.services()[0].session).chat("Hi", app_id="mail")
         expect(page.locator("#connection")).to_have_text("live")
         expect(page.locator(".requests .list-row")).to_contain_text("mail")
 
@@ -200,7 +200,7 @@ def test_the_page_asks_for_the_operators_key(keyed: Served, page: Page) -> None:
 def test_ten_thousand_rows_are_few_elements_and_the_keyboard_reaches_all(served: Served, page: Page) -> None:
     recent = served.service.recent
     for number in range(10_000):
-        record = recent.begin(Scope("local"), f"app {number}", "m", None, keeps_text=False)
+        record = recent.begin(Scope("local"), f"app {number}", served.service.model, None, keeps_text=False)
         recent.take(record, Planned(Reuse("exact", 10)))
         record.spans = [(0, 6, "disk"), (6, 10, "computed")]
         recent.take(record, Finished(made_reply(Reuse("exact", 4, disk=6))))
