@@ -14,12 +14,14 @@ import torch
 from rekindle.cache.cost import Costs, Rates
 from rekindle.core.kv import KvLayout, LayerShape, Span
 from rekindle.settings import Settings
+from rekindle.store.redis import RedisObjects
 from rekindle.store.tiered import TieredStore
 from rekindle.vllm.block_planner import BlockPlanner
 from rekindle.vllm.block_store import BlockStore
 from rekindle.vllm.paged_kv import PagedLayer
 from rekindle.vllm.served_model import ServedLayer, ServedLayers, VllmModel
 from rekindle.vllm.step_plan import StepPlan, WorkerReport
+from tests.tier_servers import RedisServer, redis_server
 from tests.unmeasured_costs import UnmeasuredCosts
 
 SIZE, BLOCKS = 32, 64
@@ -53,13 +55,16 @@ class FixedCosts(Costs):
 class Fleet:
     """A planner, a worker and vLLM's memory, in one process."""
 
-    def __init__(self, folder: Path, costs: Costs | None = None, **options: Any) -> None:
+    def __init__(self, folder: Path, costs: Costs | None = None, redis: str | None = None, **options: Any) -> None:
         self.stored: list[tuple[str, Span]] = []
         model = VllmModel("identity", "tiny", LAYERS.layout, 1, costs or UnmeasuredCosts())
         settings = Settings.load({"cache": str(folder)})
         note = lambda request, span: self.stored.append((request.request_id, span))  # noqa: E731
-        self.planner = BlockPlanner(TieredStore(folder), model, settings, on_stored=note, **options)
-        self.worker = BlockStore(TieredStore(folder), LAYERS, 0, 1)
+        planning, working = (
+            TieredStore(folder, shared=[] if redis is None else [RedisObjects(redis, 64 << 20)]) for _ in range(2)
+        )
+        self.planner = BlockPlanner(planning, model, settings, on_stored=note, **options)
+        self.worker = BlockStore(working, LAYERS, 0, 1)
         torch.manual_seed(0)
         self.memory = {layer.name: PagedLayer(*torch.randn(2, BLOCKS, 2, SIZE, 8)) for layer in LAYERS.layers}
         self.worker.register(self.memory)
@@ -312,3 +317,54 @@ def test_a_worker_without_a_layout_stops_the_planner(fleet: Fleet) -> None:
 
 def test_a_layout_is_that_of_all_layers() -> None:
     assert LAYERS.layout == KvLayout("float32", (SHAPE, SHAPE))
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+def test_another_server_loads_what_is_on_a_shared_tier(redis: RedisServer, tmp_path: Path) -> None:
+    one, other = (Fleet(tmp_path / name, redis=redis.url) for name in ("one", "other"))
+    run_prompt(one, asked("first", 100), (3, 9, 4, 7))
+    again = asked("again", 100)
+    assert other.planner.matched(again, 0) == 99
+    other.planner.admitted(again, ((20, 21, 22, 23),), 99)
+    other.step({}, {})
+    assert loaded(other) == ({"again"}, set())
+    for name, paged in one.memory.items():
+        was = paged.read((3, 9, 4, 7), SIZE, Span(0, 99))
+        now = other.memory[name].read((20, 21, 22, 23), SIZE, Span(0, 99))
+        assert (was.keys == now.keys).all() and (was.values == now.values).all()
+    one.close()
+    other.close()
+
+
+def test_what_is_damaged_on_a_shared_tier_is_computed(redis: RedisServer, tmp_path: Path) -> None:
+    import redis as redis_client
+
+    one, other = (Fleet(tmp_path / name, redis=redis.url) for name in ("one", "other"))
+    with redis_client.Redis.from_url(redis.url) as server:
+        server.flushall()
+        run_prompt(one, asked("first", 100), (3, 9, 4, 7))
+        extents = [key for key in server.scan_iter("*") if server.type(key) == b"string" and server.strlen(key) > 4096]
+        assert extents
+        for key in extents:
+            server.setrange(key, 4000, b"damaged!")
+    again = asked("again", 100)
+    assert other.planner.matched(again, 0) == 99
+    other.planner.admitted(again, ((20, 21, 22, 23),), 99)
+    other.step({}, {})
+    assert loaded(other) == ({"again"}, {"again"})
+    assert other.worker.take_failed_blocks() == {20, 21, 22, 23}
+    one.close()
+    other.close()
+
+
+def test_a_shared_tier_that_is_gone_is_a_miss(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path / "kv", redis="redis://127.0.0.1:1/0")
+    run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
+    assert fleet.planner.matched(asked("again", 100), 0) == 99  # of its own folder
+    assert fleet.planner.matched(AskedRequest("new", [7] * 100, 100), 0) == 0
+    fleet.close()

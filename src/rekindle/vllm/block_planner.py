@@ -11,12 +11,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from rekindle.cache.deadline import DeadlineCaller, NoAnswer
+from rekindle.cache.stored_kv import SHARED_LOOKUP_SECONDS
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace
 from rekindle.core.kv import Span
-from rekindle.core.plan import Tier
+from rekindle.core.plan import SHARED_TIERS, SharedTierName, Tier
 from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import CacheUnusable, RekindleError
 from rekindle.settings import Settings
@@ -79,6 +82,7 @@ class BlockPlanner:
         self._store, self._model, self._settings = store, model, settings
         self.by_layer, self._whole, self._on_stored = by_layer, whole, on_stored
         self.unusable: str | None = None  # why workers neither load nor save
+        self._deadline = DeadlineCaller()
         self._refused_loads = 0
         self._adapters: dict[tuple[int, str], str | None] = {}
         self._tracked: dict[str, _Tracked] = {}
@@ -203,6 +207,7 @@ class BlockPlanner:
 
     def close(self) -> None:
         """Close the store."""
+        self._deadline.close()
         self._store.close()
 
     def _time(self, scheduled: Mapping[str, int], *, loads: bool) -> None:
@@ -238,9 +243,23 @@ class BlockPlanner:
         return self._adapters[key]
 
     def _lookup(self, kv_space: KvSpace, tokens: Sequence[int]) -> Match:
-        """The longest prefix that every worker finds."""
-        spaces = (rank_space(kv_space, rank, self._model.ranks) for rank in range(self._model.ranks))
-        return min((self._store.lookup(space, tokens) for space in spaces), key=lambda match: match.length)
+        """The longest prefix that every worker finds, on shared tiers too where they are expected to be worth it."""
+        spaces = [rank_space(kv_space, rank, self._model.ranks) for rank in range(self._model.ranks)]
+        found = [self._store.lookup(space, tokens) for space in spaces]
+        names = self._tiers_to_ask(Span(min(match.length for match in found), len(tokens)))
+        if names:
+            extend = self._store.shared.extend
+            with suppress(NoAnswer):  # then without them
+                found = self._deadline.ask(
+                    lambda: [extend(*pair, names) for pair in zip(spaces, found, strict=True)], SHARED_LOOKUP_SECONDS
+                )
+        return min(found, key=lambda match: match.length)
+
+    def _tiers_to_ask(self, missing: Span) -> list[SharedTierName]:
+        rates, size_bytes = self._model.costs.rates, len(missing) * self._model.layout.token_bytes
+        limit = rates.compute_seconds(missing) if missing else 0.0
+        tiers = [tier.name for tier in self._store.shared.tiers if tier.answers]
+        return [name for name in tiers if rates.load_seconds(name, size_bytes) < limit]
 
     def _worth_loading(self, match: Match, computed: int, count: int) -> bool:
         """Whether a prompt of `count` tokens ends sooner if what is stored after `computed` is loaded."""
@@ -255,7 +274,10 @@ class BlockPlanner:
 
 
 def tier_of(match: Match) -> Tier:
-    """Where the pieces of a match are, for what loading them costs."""
+    """Where the pieces of a match are, for what loading them costs: the slowest of their tiers."""
+    shared = [piece.tier for piece in match.pieces if piece.tier is not None]
+    if shared:
+        return max(shared, key=SHARED_TIERS.index)
     return "disk" if all(piece.coding == "raw" for piece in match.pieces) else "coded"
 
 

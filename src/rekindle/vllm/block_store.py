@@ -26,6 +26,7 @@ from rekindle.cache.stored_kv import LOAD_SECONDS
 from rekindle.cache.writer import BackgroundWriter, WriteJob
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.kv import Kv, LayerKv, LayerShape
+from rekindle.core.plan import SHARED_TIERS
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import CacheUnusable, KvLost
 from rekindle.store.prefix_index import Match
@@ -171,6 +172,8 @@ class BlockStore:
         start = plan.span.start - plan.span.start % BLOCK_TOKENS
         match = self._ask(lambda: self._store.lookup(kv_space, plan.tokens))
         if match.length < plan.span.stop:
+            match = self._ask(lambda: self._store.shared.extend(kv_space, match, SHARED_TIERS))
+        if match.length < plan.span.stop:
             raise KvLost("It was evicted meanwhile.")
         match = match.since(start)
         try:
@@ -232,7 +235,13 @@ class BlockStore:
         kv_space = rank_space(save.kv_space, self._rank, self._ranks)
         job = WriteJob(kv_space, save.tokens, lambda _: kv, known=save.span.start)
         job.detach()
-        job.then = lambda: self._note_written(save, kept=job.kept)
+
+        def written() -> None:
+            self._note_written(save, kept=job.kept)
+            if job.kept:
+                self._store.shared.later(partial(self._store.shared.share, kv_space, save.tokens))
+
+        job.then = written
         if not self._writer.offer(job):
             self._note_written(save, kept=False)
 
@@ -269,12 +278,14 @@ class BlockStore:
         return counts
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything saved is written; False if that takes longer."""
-        return self._writer.flush(timeout_seconds)
+        """Wait until everything saved is written, to shared tiers too; False if that takes longer."""
+        deadline = time.monotonic() + timeout_seconds
+        return self._writer.flush(timeout_seconds) and self._store.shared.flush(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Write what is queued, within a time limit, and close the store."""
         self._loader.shutdown(cancel_futures=True)
         self._deadline.close()
         if self._writer.close(CLOSE_SECONDS):
+            self._store.shared.flush(CLOSE_SECONDS)
             self._store.close()
