@@ -55,7 +55,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "every token of a prompt (Reuse.by_source, source_spans), bars in notebooks"),
     ("rekindle", 1352, 8, "shared tiers: Redis, S3 and encrypted objects behind one protocol, records, extents read "
      "by ranges, write-behind with claims, chunks; settings, doctor and metrics of them"),
-    ("rekindle", 925, 8, "vllm/: a connector for vLLM: plans in its scheduler, layer-wise loads and saves in its "
+    ("rekindle", 928, 8, "vllm/: a connector for vLLM: plans in its scheduler, layer-wise loads and saves in its "
      "workers, the layout of its blocks found by trial, metrics, events; part of a match is loaded, a model's KV "
      "is removed"),
 )  # fmt: skip
