@@ -84,6 +84,7 @@ class Host:
         self.client_seconds = parse_duration(settings.client_timeout)
         self.failure: BaseException | None = None  # why the default model could not be opened at the start
         self.stopping = False
+        self._drained = asyncio.Event()  # nobody waits for a model any more
         self.calls: set[asyncio.Task[Any]] = set()  # of all endpoints
         self._names = ModelNames(self.default.name, settings.alias)
         self._timeout_seconds = parse_duration(settings.timeout)
@@ -145,10 +146,13 @@ class Host:
     async def _opened(self, model: ServedModel) -> Service:
         opening = asyncio.wrap_future(self._open(model))
         opening.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may wait for it any more
-        done, _ = await asyncio.wait({opening}, timeout=self._timeout_seconds)
-        if not done:
-            raise too_late(self._timeout_seconds)
-        return opening.result()
+        drained = asyncio.ensure_future(self._drained.wait())
+        either: set[asyncio.Future[Any]] = {opening, drained}
+        done, _ = await asyncio.wait(either, timeout=self._timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        if opening.done():
+            return opening.result()
+        raise Closed("The server is stopping.") if done else too_late(self._timeout_seconds)
 
     def _open(self, model: ServedModel) -> Future[Service]:
         """Begin to open a model, unless somebody did; once it failed, it is tried again."""
@@ -204,6 +208,7 @@ class Host:
         deadline = time.monotonic() + self._stop_seconds
         while self.calls and time.monotonic() < deadline and not in_a_hurry():
             await asyncio.wait(self.calls, timeout=_LOOK_SECONDS)
+        self._drained.set()
         for service in self.services():
             service.cancel()
 
