@@ -46,7 +46,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 308, 3, "replayed turns with thoughts and calls (text/replay), explain for agents: the message that "
      "diverged and why (cache/divergence), for bodies of every protocol (server/recorded)"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
-    ("rekindle", 682, 7, "manners: a line of the log for each request, draining, replies whose time is up, errors "
+    ("rekindle", 692, 7, "manners: a line of the log for each request, draining, replies whose time is up, errors "
      "that name fields; text/fill_in for suffix; server/llamacpp: llama.cpp's own endpoints over the same core"),
     ("benchmarks", 270, 4, "agents: a coding conversation of 30 turns against llama.cpp's own server and no cache"),
     ("rekindle", 575, 3, "several models on one address within one limit of memory (session_group, server/host), "

@@ -70,7 +70,7 @@ def serve(
     from rekindle.engine.context_length import describe_context
     from rekindle.server.auth import ApiKeys, check_settings
     from rekindle.server.serve import Server
-    from rekindle.server.server_log import log_to_stderr
+    from rekindle.server.server_log import logging_to_stderr
     from rekindle.server.service import DEFAULT_PARALLEL
     from rekindle.session.session import Session
     from rekindle.session.session_group import SessionGroup
@@ -81,7 +81,6 @@ def serve(
     check_settings(settings, keys)  # before a model is loaded
     if known.parallel is None:
         loading["parallel"] = DEFAULT_PARALLEL
-    log_to_stderr(settings.log_format)
     log, as_json = logging.getLogger("rekindle.serve"), settings.log_format == "json"
     group = None
     if len(models) > 1 or settings.model_memory is not None:
@@ -94,6 +93,7 @@ def serve(
             notes.print(line, soft_wrap=True)
 
     with ExitStack() as opened:
+        opened.enter_context(logging_to_stderr(settings.log_format))
 
         def open_session(model: str, report: Progress) -> Session:
             started = time.perf_counter()

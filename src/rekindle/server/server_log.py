@@ -7,7 +7,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -125,13 +126,19 @@ class LogFormatter(logging.Formatter):
         return " ".join([at, record.getMessage(), *words]) + trace
 
 
+_SHOWN = ("rekindle.access", "rekindle.serve")  # also what is no warning
 _SAID = ("method", "path", "status")  # in the message already
 
 
-def log_to_stderr(form: Literal["text", "json"]) -> None:
-    """Write the log of this process to standard error: warnings of all, and the requests of the server."""
+@contextmanager
+def logging_to_stderr(form: Literal["text", "json"]) -> Iterator[None]:
+    """Write the log of this process to standard error: warnings of all, and what the server does."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(form))
     logging.getLogger().addHandler(handler)
-    for name in ("rekindle.access", "rekindle.serve"):
+    for name in _SHOWN:
         logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
