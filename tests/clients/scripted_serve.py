@@ -22,7 +22,9 @@ from rekindle.cache.cost import AlwaysReuse
 from rekindle.cli.main import main
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Engine
+from rekindle.engine.context_length import Reserve
 from rekindle.engine.load import EngineOptions, load_engine
+from rekindle.models import sources
 from rekindle.models.download import Progress
 from rekindle.session import session as session_module
 from rekindle.session.reply_stream import ReplyStream
@@ -52,13 +54,15 @@ def next_reply(replies: dict[str, str], prompt: str) -> str:
 def loader(replies: dict[str, str]) -> Callable[..., Engine]:
     """In place of `load_engine`."""
 
-    def load(model: str, options: EngineOptions, progress: Progress | None = None) -> Engine:
+    def load(
+        model: str, options: EngineOptions, progress: Progress | None = None, reserve: Reserve | None = None
+    ) -> Engine:
         engine: Any
         if model.startswith("scripted"):
             engine = ScriptedEngine([""], seed=len(model))
             engine.name = model
         else:
-            engine = load_engine(model, options, progress)
+            engine = load_engine(model, options, progress, reserve)
         stop = min(engine.tokenizer.stop_ids)
 
         def sampler(_: Sampling, context: Sequence[int]) -> Recited:
@@ -92,6 +96,8 @@ if __name__ == "__main__":
     replies_file, log, *arguments = sys.argv[1:]
     LoggedStream.log = Path(log)
     session_module.load_engine = loader(json.loads(Path(replies_file).read_text("utf-8")))  # type: ignore[assignment]
+    name_of = sources.name_of
+    sources.name_of = lambda spec: spec if spec.startswith("scripted") else name_of(spec)
     session_module.ReplyStream = LoggedStream  # type: ignore[misc]
     # As in all tests: what is stored is reused though this model computes in no time, and a slow machine is no miss.
     stored_kv.recall_costs = lambda engine: AlwaysReuse()  # type: ignore[assignment]
