@@ -144,7 +144,7 @@ def take(page: Page, url: str, folder: Path) -> None:
     page.screenshot(path=folder / "try.png", full_page=True)
     for name in ("now", "request", "cache", "time", "try"):  # few colours: a third of the size
         with Image.open(folder / f"{name}.png") as picture:
-            few = picture.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            few = picture.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
             few.save(folder / f"{name}.png", optimize=True)
 
 
