@@ -49,7 +49,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 692, 7, "manners: a line of the log for each request, draining, replies whose time is up, errors "
      "that name fields; text/fill_in for suffix; server/llamacpp: llama.cpp's own endpoints over the same core"),
     ("benchmarks", 270, 4, "agents: a coding conversation of 30 turns against llama.cpp's own server and no cache"),
-    ("rekindle", 575, 3, "several models on one address within one limit of memory (session_group, server/host), "
+    ("rekindle", 568, 3, "several models on one address within one limit of memory (session_group, server/host), "
      "listening before the first is loaded; contexts as long as model and memory allow (context_length)"),
     ("rekindle", 660, 6, "the page at / (recent_requests, usage_log, server/page), `rekindle top`, the source of "
      "every token of a prompt (Reuse.by_source, source_spans), bars in notebooks"),

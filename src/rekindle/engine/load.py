@@ -52,7 +52,7 @@ class EngineOptions:
     onnx: OnnxOptions = field(default_factory=OnnxOptions)
 
     def with_context(self, tokens: int) -> EngineOptions:
-        """The same with a context of so long."""
+        """The same with a context of that number of tokens."""
         llama, onnx = replace(self.llama, context_tokens=tokens), replace(self.onnx, context_tokens=tokens)
         return replace(self, context_tokens=tokens, llama=llama, onnx=onnx)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +31,6 @@ from rekindle.session.session import Session
 from rekindle.session.session_group import SessionGroup
 from rekindle.settings import ServerSettings, Settings
 
-log = logging.getLogger("rekindle.models")
-
-_PROGRESS_SECONDS = 3.0  # between two lines in the log while a model is loaded
 _LOOK_SECONDS = 0.1  # how often a server that stops looks whether it shall hurry
 
 
@@ -171,22 +167,15 @@ class Host:
         return model.opening
 
     def _open_session(self, model: ServedModel) -> Session:
-        said = time.monotonic()
-
-        def report(stage: str, done: int, total: int) -> None:
-            nonlocal said
+        def stop_if_closed(*_: object) -> None:
             if self._closed.is_set():
                 raise Closed("The server is stopping.")
-            if time.monotonic() - said > _PROGRESS_SECONDS:
-                said = time.monotonic()
-                log.info("%s: %s, %d %%", model.name, stage, 100 * done // max(1, total))
 
-        session = model.open_session(report)
+        session = model.open_session(stop_if_closed)
         try:
             for text in model.adapter_texts:
                 session.adapters.load_text(text)
-            if self._closed.is_set():
-                raise Closed("The server is stopping.")
+            stop_if_closed()
         except RekindleError:
             session.close()
             raise
