@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +40,7 @@ _OPTIONS_OF = {  # options that only some benches take
     "traces": ("stream",),
     "users": ("answers",),
     "tokens": ("slower",),
+    "minutes": ("slower", "adapters", "chunks", "answers"),
 }
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -67,6 +69,9 @@ def bench(
     ] = None,
     users: Annotated[int | None, typer.Option(min=1, help="answers: how many users of each set.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="slower: the largest prompt.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="slower, adapters, chunks, answers: report what is measured by then.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,
@@ -85,7 +90,7 @@ def bench(
 ) -> None:
     """Run a bench: every baseline in the same process, interleaved, as medians and ratios."""
     given = locals()
-    from benchmarks.base import BenchOptions
+    from benchmarks.base import BenchOptions, TimeIsUp
     from benchmarks.charts import save_chart
     from rekindle.cli.console import notes
     from rekindle.engine.load import choose_engine, require_packages
@@ -99,14 +104,20 @@ def bench(
     if name not in _WITHOUT_ENGINE:
         require_packages(choose_engine(model, engine))
     options = BenchOptions(**{option: given[option] for option in BenchOptions.__dataclass_fields__})
+    deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
     with notes.status(f"bench {name}") as status:
 
         def advance(part: str) -> None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeIsUp
             status.update(f"bench {name}: {part}")
             if not notes.is_terminal:  # a log shows how far a run of an hour is
                 notes.print(f"bench {name}: {part}", soft_wrap=True, highlight=False, markup=False)
 
-        report = import_module(BENCHES[name]).run(options, advance)
+        try:
+            report = import_module(BENCHES[name]).run(options, advance)
+        except TimeIsUp as error:
+            raise InvalidSetting(f"Nothing was measured within {minutes:g} minutes: give more.") from error
     if plot is not None:
         save_chart(report.as_json(), plot)
     if json:

@@ -8,7 +8,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,21 @@ from rekindle.engine.base import Engine
 from rekindle.machine import describe_machine
 
 T = TypeVar("T")
-Advance = Callable[[str], None]  # called before each part of a bench, with what it is
+Advance = Callable[[str], None]  # called before each part of a bench, with what it is; may raise `TimeIsUp`
+
+
+class TimeIsUp(Exception):
+    """The `--minutes` of a run are over: a bench reports the parts that are done."""
+
+
+@contextmanager
+def until_time_is_up(done: Sized) -> Iterator[None]:
+    """Stop measuring where `TimeIsUp` comes. Goes on raising it where nothing is done yet."""
+    try:
+        yield
+    except TimeIsUp:
+        if not done:
+            raise
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.adapters.data import read_adapters
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, interval, rotated, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, interval, rotated, scratch, until_time_is_up
 from benchmarks.data import texts
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
@@ -85,13 +85,13 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     sizes = QUICK_SIZES if options.quick else SIZES if on_cpu else ACCELERATOR_SIZES
     rows: list[SlowerRow] = []
     parts = {"prefixes": _prefixes, "chunks": _chunks, "drafts": _drafts, "deltas": _deltas, "remote KV": _remote}
-    for size in (one for one in sizes if one + 4 * _ENDING + _REPLY <= engine.context_tokens):
-        if options.tokens is not None and size > options.tokens:
-            continue
-        for name, opened in list(parts.items())[: 3 if options.quick else None]:
-            advance(f"{name}, {size} tokens")
-            with opened(engine, options, size) as jobs:
-                rows += _rows(jobs, size, options)
+    largest = min(options.tokens or sizes[-1], engine.context_tokens - 4 * _ENDING - _REPLY)
+    with until_time_is_up(rows):
+        for size in (one for one in sizes if one <= largest):
+            for name, opened in list(parts.items())[: 3 if options.quick else None]:
+                advance(f"{name}, {size} tokens")
+                with opened(engine, options, size) as jobs:
+                    rows += _rows(jobs, size, options)
     report = Report("slower", fields={**about(engine, options), "largest_tokens": max(row.tokens for row in rows)})
     report.fields |= {"rows": [asdict(row) for row in rows], "failures": sum(row.fails for row in rows)}
     report.rows += [_table_row(row) for row in rows]

@@ -40,6 +40,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 4, 0, "rows of the bank of answers are imported from their own module"),
     ("rekindle", 60, 0, "reused passages: each recomputed as much as it depends on what has changed, and says why"),
     ("benchmarks", 45, 0, "answers: every user, wrong foreseen answers, median and worst user; progress in logs"),
+    ("benchmarks", 25, 0, "--minutes: a long bench reports what is measured when its time is up"),
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),

@@ -30,7 +30,7 @@ from benchmarks.adapters.workload import (
     make_contexts,
     make_workload,
 )
-from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, about, scratch, until_time_is_up
 from benchmarks.baselines.peft_generate import PeftGenerate
 from benchmarks.models import load
 from rekindle.engine.base import Engine
@@ -61,7 +61,10 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         report = Report("adapters", fields=_about(engine, options, known, material))
         bench = _AdapterBench(engine, options, known, material, advance)
         deltas = bench.deltas()  # first: what it calibrates is used by what follows
-        results = [bench.scenario(number) for number in range(QUICK_SCENARIOS if options.quick else len(SCENARIOS))]
+        results: list[ScenarioResult] = []
+        with until_time_is_up(results):
+            for number in range(QUICK_SCENARIOS if options.quick else len(SCENARIOS)):
+                results.append(bench.scenario(number))
     finally:
         engine.close()
     add_rows(report, results, deltas)

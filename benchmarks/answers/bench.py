@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.answers import foresight, guard, schedule
 from benchmarks.answers.report import AnswerResults, UserResults, add_rows, measure_storage
 from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun, people, stream
-from benchmarks.base import Advance, BenchOptions, Report, about, rotated, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TimeIsUp, about, rotated, scratch, until_time_is_up
 from benchmarks.models import load
 from benchmarks.personal import Person, PersonalSet, personal_sets
 from rekindle.engine.base import Engine
@@ -48,16 +49,21 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     advance("load the model")
     engine = load(options)
     try:
-        measured = []
+        measured: list[UserResults] = []
+        scheduled = None
         users = people(chosen[:1] if options.quick else chosen, options.users or USERS)
-        for name, person in users:
-            with scratch() as folder:
-                measured.append(_Person(engine, options, name, person, Path(folder), advance).measure())
-        scheduled = None if options.quick else _schedule(engine, users[0][1], advance)
+        with until_time_is_up(measured):
+            for name, person in users:
+                with scratch() as folder:
+                    measured.append(_Person(engine, options, name, person, Path(folder), advance).measure())
+            scheduled = None if options.quick else _schedule(engine, users[0][1], advance)
         fields = {**about(engine, options), "top_k": TOP_K, "new_tokens": NEW_TOKENS, "stride": STRIDE}
     finally:
         engine.close()
-    guarded, foreseen = _without_model(options, chosen[:1] if options.quick else chosen, advance)
+    guarded: dict[str, Any] = {}
+    foreseen: list[dict[str, Any]] = []
+    with suppress(TimeIsUp):
+        guarded, foreseen = _without_model(options, chosen[:1] if options.quick else chosen, advance)
     report = Report("answers", fields=fields)
     found = AnswerResults(measured, scheduled, guarded, foreseen)
     add_rows(report, found)

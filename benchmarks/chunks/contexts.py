@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, mean
+from benchmarks.base import Advance, BenchOptions, mean, rotated, until_time_is_up
 from benchmarks.baselines.cache_craft import preload_layers
 from benchmarks.baselines.recompute_policies import CRAFTS
 from benchmarks.chunks.modes import (
@@ -127,17 +127,18 @@ class _ContextMeasure:
         self._warm_up(modes)
         before = self._trials.counts()
         probes = self._probe_cost()
-        for number, prompt in enumerate(self._test):
-            self._advance(f"prompt {number + 1} of {len(self._test)}")
-            self._ask(prompt, modes[number % len(modes) :] + modes[: number % len(modes)])
+        with until_time_is_up(self._tokens):
+            for number, prompt in enumerate(self._test):
+                self._advance(f"prompt {number + 1} of {len(self._test)}")
+                self._ask(prompt, rotated(modes, number))
         if self._trials.counts() != before:
             raise RuntimeError("a test prompt was kept")
         rows = [self._row(mode) | self._against_ours(mode) for mode in modes]
         result: dict[str, Any] = {
-            "prompts": len(self._test),
+            "prompts": len(self._tokens),
             "prompt_tokens": statistics.fmean(self._tokens),
             "calibration_prompts": len(self._calibration),
-            "positions": POSITIONS * len(self._test) if self._judges else None,
+            "positions": POSITIONS * len(self._tokens) if self._judges else None,
             "answer_tokens": ANSWER_TOKENS,
             "cachecraft_alpha_tuned": alphas.get(CRAFT),
             "probe_cost": probes,

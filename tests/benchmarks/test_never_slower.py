@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from benchmarks import never_slower
-from benchmarks.base import BenchOptions
+from benchmarks.base import BenchOptions, TimeIsUp
 from benchmarks.never_slower import COMPUTING, Job, SlowerRow, _rows
 from benchmarks.stream.traces import Trace
 from rekindle.engine.fake import FakeEngine
@@ -52,6 +53,19 @@ def test_every_mechanism_is_measured_first_and_later(monkeypatch: pytest.MonkeyP
         (mechanism, request) for mechanism in mechanisms for request in ("first", "later")
     ]
     assert len(report.rows) == len(report.fields["rows"]) and report.fields["failures"] >= 0
+
+
+def test_a_run_reports_what_was_measured_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(never_slower, "load", lambda options: FakeEngine())
+
+    def advance(part: str, ends: str = "chunks, 64 tokens") -> None:
+        if part == ends:
+            raise TimeIsUp
+
+    report = never_slower.run(BenchOptions(quick=True, limit=1), advance)
+    assert {row["mechanism"] for row in report.fields["rows"]} == set(never_slower._PREFIXES)
+    with pytest.raises(TimeIsUp):
+        never_slower.run(BenchOptions(quick=True, limit=1), partial(advance, ends="prefixes, 64 tokens"))
 
 
 class OriginHere(ExitStack):
