@@ -160,6 +160,7 @@ def test_a_value_is_read_as_the_type_of_its_setting(own_folder: Path) -> None:
     assert Settings.load(environment={"REKINDLE_REUSE": "off"}).reuse == "off"
     write_trusted(own_folder, "\ufeffdeterministic = true\r\nmemory_limit = 1000\r\n")
     assert Settings.load() == Settings(deterministic=True, memory_limit="1000")
+    assert Settings.load({"tiers": "memory>disk >redis"}).tiers == "memory > disk > redis"
     numbers = Settings.load({"disk_limit": 5, "write_budget": 6, "ttl": 7})
     assert (numbers.disk_limit, numbers.write_budget, numbers.ttl) == ("5", "6", "7")
 
@@ -180,6 +181,11 @@ def test_a_value_is_read_as_the_type_of_its_setting(own_folder: Path) -> None:
         ("reuse", False, "exact, quantized, approximate or off"),
         ("admission", "never", "always or second-use"),
         ("memory_limit", True, "a size (512MB, 10%)"),
+        (
+            "tiers",
+            "disk > memory",
+            "memory > disk or memory > disk > redis or memory > disk > s3 or memory > disk > redis > s3",
+        ),
         ("write_budget", 1.5, "a size (40GB), or none"),
         ("ttl", ["7d"], "a time (12h, 7d), or none"),
         ("deterministic", "maybe", "true or false"),

@@ -54,10 +54,7 @@ def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | Non
 
 def shared_tiers(settings: Settings) -> list[ObjectStore]:
     """The shared tiers that the settings name, the nearest first. Raises `InvalidSetting` and `ExtraMissing`."""
-    names = [name.strip() for name in settings.tiers.split(">")]
-    shared = names[2:]
-    if names[:2] != ["memory", "disk"] or shared not in ([], ["redis"], ["s3"], ["redis", "s3"]):
-        raise InvalidSetting(f"tiers={settings.tiers!r} is no order of tiers. Use memory > disk > redis > s3, or less.")
+    shared = settings.tiers.split(" > ")[2:]
     ttl_seconds = None if settings.ttl is None else parse_duration(settings.ttl)
     opened: list[ObjectStore] = []
     if "redis" in shared:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle.errors import InvalidSetting, nearest
 from rekindle.settings.file import SettingsFile, is_trusted, local_file, users_file
-from rekindle.settings.setting import PREFIX, Setting, a_path, a_size, a_time, expand, setting, settings_of
+from rekindle.settings.setting import PREFIX, Setting, a_path, a_size, a_time, expand, setting, settings_of, tier_order
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -194,6 +194,7 @@ class Settings(_Loadable):
         "memory > disk",
         "Where KV is kept, the nearest first: memory > disk, and behind them shared tiers, which several servers use: "
         "redis, s3. Each has its limit: memory_limit, disk_limit, redis_limit, s3_limit.",
+        kind=tier_order("memory > disk", "memory > disk > redis", "memory > disk > s3", "memory > disk > redis > s3"),
     )
     redis: str = setting(
         "cache",

@@ -46,6 +46,12 @@ def a_time(examples: str) -> Kind:
     return Kind(_read_amount, f"a time ({examples})", "int")
 
 
+def tier_order(*orders: str) -> Kind:
+    """One of these orders of tiers (memory > disk), with or without spaces."""
+    written = {order.replace(" ", ""): order for order in orders}
+    return Kind(lambda value: written.get(str(value).replace(" ", "")), " or ".join(orders))
+
+
 def setting(group: str, default: object, doc: str, *, kind: Kind | None = None, anywhere: bool = False) -> Any:
     """Declare a field of a settings class.
 
