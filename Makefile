@@ -8,7 +8,7 @@ DEMO := $(VENV)/.demo
 export PYTHONDONTWRITEBYTECODE :=
 EXTRAS := hf,llamacpp,onnx,onnx-export,knowledge,redis,s3,langchain,llamaindex,bench,dev
 
-.PHONY: help setup clients test-clients test-llamacpp test-fleet engines turns demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server test-page screenshots clean
+.PHONY: help setup clients test-clients test-llamacpp test-fleet engines demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server test-page screenshots clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -107,9 +107,6 @@ numbers: setup  ## run every bench and rewrite docs/numbers.md
 
 engines: setup  ## compare the engines, for the guide
 	@$(BIN)/python -m tools.compare_engines --write
-
-turns: setup  ## a chat of ten turns against llama.cpp's own server: make turns MODEL=./model.gguf
-	@$(BIN)/python -m tools.compare_turns --model $(or $(MODEL),smollm2)
 
 reference: $(STAMP)  ## rewrite docs/reference from the code
 	@$(BIN)/python tools/write_reference.py
