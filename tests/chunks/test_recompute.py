@@ -458,9 +458,12 @@ def test_a_variant_that_comes_too_late_is_computed(session: Session, monkeypatch
     warmed(session, [A, B])
     monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.05)
     break_feeds(monkeypatch, lambda layer: time.sleep(0.2 if layer else 0.0))
+    session.cache.kv.costs = costs = Costs(FREE)
     done = prefill(session, asked([B, A]))
     assert_is_exact(done)
     assert done.reuse.miss == "lost"
+    ((*_, seconds, _),) = costs.as_json()["chunks"]
+    assert seconds >= 0.05  # learned: it is not tried again every time
 
 
 def test_feeds_that_open_too_late_are_closed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

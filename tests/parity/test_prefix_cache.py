@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rekindle import Session
+from rekindle.cache.cost import FREE, Costs
 from rekindle.core.kv import KvLayout, LayerShape
 from rekindle.core.reply import Reply
 from rekindle.core.request import parse_prompt
@@ -598,6 +599,20 @@ def test_a_load_that_waited_for_the_engine_is_not_called_late(
         reply = ask(session, PROMPT)
         assert_right(kind, reply, PROMPT)
         assert reply.reuse.disk == reused(kind, PROMPT, PROMPT)
+
+
+def test_a_load_that_is_late_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would be tried again, and computed afterwards, every time."""
+    with opened("hf", tmp_path / "cache") as session:
+        session.warm([PROMPT])
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.05)
+    real = StoredFeed.fill
+    monkeypatch.setattr(StoredFeed, "fill", lambda *args: (time.sleep(0.2), real(*args))[1])
+    with opened("hf", tmp_path / "cache") as session:
+        session.cache.kv.costs = costs = Costs(FREE)
+        assert ask(session, PROMPT).reuse.miss == "lost"
+        ((*_, seconds, _),) = costs.as_json()["disk"]
+        assert seconds >= 0.05
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

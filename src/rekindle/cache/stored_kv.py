@@ -139,6 +139,7 @@ class StoredKv:
         saved = self.costs.rates.compute_seconds(Span(0, plan.reused))
         timeout = self.load_timeout(saved)
         used = self._used(match, plan.reused)
+        begun = time.perf_counter()
         try:
             feed = self.deadlines.ask(lambda: TimedFeed.open(store, lookup.source, used, timeout), timeout)
             try:
@@ -150,6 +151,8 @@ class StoredKv:
                 self.note_busy(feed)
         except (KvLost, NoAnswer) as error:
             log.info("computing instead: %s", error)
+            if (late := time.perf_counter() - begun) >= timeout:  # else it would be tried again every time
+                self._measure(lookup.matches, plan, late)
             context.stored_tokens = 0
             return replace(work.run(context, self.plan_computing(lookup, plan)), lost=str(error))
         context.quantized_tokens = lookup.quantized_tokens(plan)
@@ -166,6 +169,7 @@ class StoredKv:
         tiers: set[Tier] = {load.tier for load in plan.loads}
         shared: list[Tier] = [tier for tier in tiers if tier in SHARED_TIERS]
         if len(tiers) > 1 and len(shared) != 1:
+            self.costs.tried(tiers)
             return
         tier = (shared or list(tiers))[0]
         rates = self.costs.rates

@@ -132,25 +132,26 @@ class ChunkPrefill:
         recompute = SelectiveRecompute(
             work, passages.prompt_layout, passages.reused_in(plan), self.recompute_policy, kv.deadlines
         )
-        started = time.perf_counter()
-        try:
-            result = self._load(recompute, context, lookup, plan, kv.load_timeout(saved))
-        except (KvLost, NoAnswer) as error:
-            log.info("computing instead: %s", error)
-            context.truncate(plan.reused if plan.in_engine else 0)
-            instead = plan.without_chunk_reuse(kv.steps.spans(plan.reused, plan.tokens))
-            return replace(kv.run(work, context, lookup, instead), lost=str(error))
-        took, gaps = time.perf_counter() - started, [step.span for step in plan.computes]
         parts = _parts_seconds(
             plan.loads,
             recompute.chunks,
-            gaps,
+            [step.span for step in plan.computes],
             passages.prompt_layout,
             self.recompute_policy,
             kv.costs.rates,
             plan.tokens,
         )
-        kv.costs.reused_chunks(parts, took)
+        timeout, started = kv.load_timeout(saved), time.perf_counter()
+        try:
+            result = self._load(recompute, context, lookup, plan, timeout)
+        except (KvLost, NoAnswer) as error:
+            log.info("computing instead: %s", error)
+            if (late := time.perf_counter() - started) >= timeout:  # else it would be tried again every time
+                kv.costs.reused_chunks(parts, late)
+            context.truncate(plan.reused if plan.in_engine else 0)
+            instead = plan.without_chunk_reuse(kv.steps.spans(plan.reused, plan.tokens))
+            return replace(kv.run(work, context, lookup, instead), lost=str(error))
+        kv.costs.reused_chunks(parts, time.perf_counter() - started)
         self._record_use(passages, result, saved, lookup.app_ref)
         if plan.loads and not plan.in_engine and lookup.matches.match is not None:
             context.quantized_tokens = lookup.quantized_tokens(plan)
