@@ -114,6 +114,9 @@ def cache_options(body: CacheBody, tenant: str) -> Options:
         options["reuse"] = "off"
     if body.app_id:  # session_id, user and so on are not apps: nothing says when they end
         options |= {"app": body.app_id, "app_state": body.app_state}
+    own = getattr(body, "rekindle", None)
+    if own is not None and own.reuse is not None:
+        options.setdefault("reuse", own.reuse)
     return options
 
 
@@ -126,8 +129,6 @@ def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, lengt
         options["top_p"] = body.top_p
     if body.top_k:
         options["top_k"] = body.top_k
-    if body.rekindle is not None and body.rekindle.reuse is not None:
-        options.setdefault("reuse", body.rekindle.reuse)
     return options
 
 

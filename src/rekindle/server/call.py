@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import aclosing
@@ -12,21 +13,20 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from rekindle.core.reply import Reply, Reuse
+from rekindle.core.reply import Reply, Reuse, TextPiece
 from rekindle.core.request import Request
 from rekindle.core.scope import Scope
 from rekindle.errors import ContextOverflow
 from rekindle.server.auth import Caller
 from rekindle.server.canonical import canonical_request
 from rekindle.server.errors import ApiError
-from rekindle.server.event_stream import EventStream, until_disconnect
 from rekindle.server.host import Host
-from rekindle.server.job import ChoiceEvent, Finished, Planned
-from rekindle.server.protocol import OPENAI, WireProtocol
-from rekindle.server.reply_parts import ReplyPart, reply_parts
+from rekindle.server.job import ChoiceEvent, Finished, Planned, ReplyPart, reply_parts
+from rekindle.server.protocol import OPENAI, EventStream, WireProtocol, until_disconnect
 from rekindle.server.schema import CacheBody, RequestBody
 from rekindle.server.server_log import current_record
 from rekindle.server.service import Service
+from rekindle.session.ask import Prepared
 
 _Result = TypeVar("_Result")
 PAGE = 100
@@ -179,3 +179,32 @@ async def _collected(events: AsyncGenerator[ChoiceEvent, None], count: int) -> t
                 replies[item.choice] = item.event.reply
     ordered = [replies[number] for number in range(count)]
     return ordered[0].reuse, ordered
+
+
+async def answer_prepared(
+    call: Call, body: CacheBody, prepared: Prepared, started: float
+) -> AsyncGenerator[ChoiceEvent, None]:
+    """Answer a question whose passages were found; `started` is when it came (`time.perf_counter`)."""
+    if prepared.given:
+        events = _stored_answer(call, body, prepared)
+    else:
+        events = call.service.answer([prepared.request], call.caller, body, prepared)
+    async with aclosing(events):
+        async for item in events:
+            if isinstance(item.event, Finished) and prepared.consulted is not None:
+                seconds = time.perf_counter() - started
+                call.service.session.answers.keep(prepared.consulted, item.event.reply, seconds)
+            yield item
+
+
+async def _stored_answer(call: Call, body: CacheBody, prepared: Prepared) -> AsyncGenerator[ChoiceEvent, None]:
+    """The events of a stored answer: no model runs."""
+    reply, service = prepared.given, call.service
+    assert reply is not None
+    if service.idle_thread is not None:  # its own answer is found later
+        service.idle_thread.arrive(prepared.request)
+        service.idle_thread.leave()
+    record = service.begin(prepared.request, call.caller, body, prepared)
+    for event in (Planned(reply.reuse), TextPiece(reply.text), Finished(reply)):
+        service.record(record, event)
+        yield ChoiceEvent(0, event)

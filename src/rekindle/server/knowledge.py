@@ -18,10 +18,9 @@ from rekindle.knowledge.ingest import IngestProgress, IngestResult, parse_docume
 from rekindle.knowledge.library import DocumentEntry, Library
 from rekindle.knowledge.retrieve import Hit
 from rekindle.knowledge.salvage import Loss
-from rekindle.server.call import Call, plan_header
+from rekindle.server.call import Call, answer_prepared, plan_header
 from rekindle.server.job import ChoiceEvent, Finished
-from rekindle.server.openai.request import ask_options, documents_of
-from rekindle.server.openai.response import usage_of
+from rekindle.server.openai.translate import ask_options, documents_of, usage_of
 from rekindle.server.reply_fields import (
     new_id,
     rekindle_of,
@@ -32,7 +31,6 @@ from rekindle.server.reply_fields import (
     warnings_of,
 )
 from rekindle.server.schema import AskRequest, DocumentsRequest, LibraryCheckRequest, SearchRequest
-from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
 
 

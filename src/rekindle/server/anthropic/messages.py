@@ -16,10 +16,9 @@ from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.server.anthropic.translate import messages_request, translate_chat
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
-from rekindle.server.job import Finished
+from rekindle.server.job import Finished, ReplyPart, ThoughtDelta
 from rekindle.server.protocol import WireProtocol, typed_frame
 from rekindle.server.reply_fields import new_id, rekindle_of
-from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
 from rekindle.text.tools.parse import CallDelta
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",

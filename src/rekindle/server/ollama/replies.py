@@ -1,4 +1,4 @@
-"""/api/chat and /api/generate."""
+"""/api/chat and /api/generate, /api/embed and /api/embeddings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from starlette.responses import JSONResponse, Response
 from rekindle.core.request import Message, Request
 from rekindle.core.size import keep_alive_seconds
 from rekindle.core.tools import ToolCall
-from rekindle.server.call import Call, plan_header
+from rekindle.server.call import Call, answer_prepared, plan_header
+from rekindle.server.embed_texts import check_embedder, embed_texts, narrowed
 from rekindle.server.errors import ApiError
-from rekindle.server.job import Finished
-from rekindle.server.ollama.schema import GenerateRequest, OllamaBody, OllamaChatRequest
+from rekindle.server.host import without_latest
+from rekindle.server.job import Finished, ReplyPart, ThoughtDelta
+from rekindle.server.ollama.schema import (
+    EmbedRequest,
+    GenerateRequest,
+    OldEmbeddingsRequest,
+    OllamaBody,
+    OllamaChatRequest,
+)
 from rekindle.server.ollama.translate import (
+    OLLAMA,
     call_of,
     chat_request,
     check_refused,
@@ -27,10 +36,7 @@ from rekindle.server.ollama.translate import (
     ignored_options,
     nanoseconds,
 )
-from rekindle.server.ollama.wire import OLLAMA
 from rekindle.server.reply_fields import quoting_of, rekindle_of
-from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
-from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
 from rekindle.text.reasoning import has_think_switch
 from rekindle.text.tools.parse import CallDelta
@@ -160,3 +166,30 @@ async def _prepared(call: Call, body: OllamaBody, request: Request) -> Prepared 
         raise ApiError(400, "messages: No message of the user has text to search for.", param="messages")
     session = call.service.session
     return await call.in_thread(lambda: session.prepare_request(said[-1], request, wanted.top_k, wanted.retrieval))
+
+
+async def answer_embed(call: Call, body: EmbedRequest) -> Response:
+    """Vectors of texts, in Ollama's format."""
+    started, model = time.perf_counter(), check_embedder(call, without_latest(body.model or ""))
+    found = await embed_texts(call, body.input)
+    if found.truncated and body.truncate is False:
+        raise ApiError(400, f"truncate: {found.truncated} of the texts are longer than {model} reads. Shorten them.")
+    return JSONResponse(
+        {
+            "model": model,
+            "embeddings": narrowed(found.vectors, body.dimensions).tolist(),
+            "total_duration": nanoseconds(time.perf_counter() - started),
+            "load_duration": 0,
+            "prompt_eval_count": found.tokens,
+            "rekindle": {"truncated": found.truncated, "ignored": body.ignored()},
+        }
+    )
+
+
+async def answer_old_embeddings(call: Call, body: OldEmbeddingsRequest) -> Response:
+    """The vector of one text, in Ollama's older format."""
+    check_embedder(call, without_latest(body.model or ""))
+    if not body.prompt:
+        raise ApiError(400, "prompt: There is nothing to embed. Give a text.")
+    found = await embed_texts(call, body.prompt)
+    return JSONResponse({"embedding": found.vectors[0].tolist()})

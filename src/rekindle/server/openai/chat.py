@@ -12,14 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
-from rekindle.server.call import Call, plan_header
-from rekindle.server.job import Finished
-from rekindle.server.openai.request import chat_request, last_user_text, request_of_choice
-from rekindle.server.openai.response import chat_logprobs, usage_of
+from rekindle.server.call import Call, answer_prepared, plan_header
+from rekindle.server.job import Finished, ReplyPart, ThoughtDelta
+from rekindle.server.openai.translate import chat_logprobs, chat_request, last_user_text, request_of_choice, usage_of
 from rekindle.server.reply_fields import new_id, quoting_of, rekindle_of, timings_of
-from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
 from rekindle.server.schema import ChatRequest
-from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
 from rekindle.text.reasoning import has_think_switch
 from rekindle.text.tools.parse import CallDelta

@@ -14,8 +14,13 @@ from rekindle.errors import InvalidPrompt
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
 from rekindle.server.job import ChoiceEvent, Finished
-from rekindle.server.openai.request import completion_requests, prompts_of, request_of_choice
-from rekindle.server.openai.response import completion_logprobs, usage_of
+from rekindle.server.openai.translate import (
+    completion_logprobs,
+    completion_requests,
+    prompts_of,
+    request_of_choice,
+    usage_of,
+)
 from rekindle.server.reply_fields import new_id, rekindle_of, timings_of
 from rekindle.server.schema import MAX_CHOICES, CompletionRequest
 
