@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rekindle.core.size import human_bytes
-from rekindle.engine.base import Engine
-from rekindle.engine.context_length import Reserve
+from rekindle.engine.base import Engine, Reserve
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.onnx.onnx_options import GRAPH_DTYPES, OnnxOptions
 from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel

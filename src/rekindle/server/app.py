@@ -61,8 +61,9 @@ def make_app(host: Host) -> Starlette:
 
     middleware = [Middleware(OriginGuard, settings=settings, refused=refused, pages=("/", *pages))]
     if settings.cors_origin:
-        anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [PLAN_HEADER, "Retry-After"]}
-        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=list(settings.cors_origin), **anything))
+        allowed: dict[str, Any] = {"allow_origins": list(settings.cors_origin), "allow_methods": ["*"]}
+        allowed |= {"allow_headers": ["*"], "expose_headers": [PLAN_HEADER, "Retry-After"]}
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))
     middleware.insert(0, Middleware(RequestLogger, running=host.calls, is_stopping=lambda: host.stopping))
     handlers = {HTTPException: _not_found, Exception: _failed}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from rekindle.engine.threaded_job import stop_if
 from rekindle.errors import BrokenModel, EngineMissing, InvalidPrompt, ModelError, UnsupportedModel
 from rekindle.models.files import ModelFiles, digest_of_files
 from rekindle.models.hf_folder import check_folder, read_config, read_floats
-from rekindle.models.onnx_encoder import read_encoder
+from rekindle.models.onnx_folder import read_encoder
 from rekindle.text.tokenizer import LARGE_CHARACTERS, encode_text, trim_heap
 
 _BATCH_TOKENS = 1024  # larger batches are not faster
