@@ -24,10 +24,9 @@ from rekindle.cache.context import Context, ParkedContexts
 from rekindle.cache.cost import Costs, remember_costs
 from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.explain import Explainer, Explanation, Prompt
-from rekindle.cache.inflight import InflightPrefills
+from rekindle.cache.inflight import InflightPrefills, MemoryGate
 from rekindle.cache.lookup import CacheLookup, refused_kinds, report_reuse, source_spans
 from rekindle.cache.matches import Matches
-from rekindle.cache.memory_gate import MemoryGate
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.cache.writer import BackgroundJob, BackgroundWriter, Note, Stayed, WriteGuard

@@ -22,12 +22,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rekindle.core.request import Message, Think
-from rekindle.core.tools import Tool, ToolCall
+from rekindle.core.tools import ToolCall
 from rekindle.errors import InvalidPrompt, RekindleError
-from rekindle.text.base import QuotedChat, ReplayedChat, TokenLength, Written, WrittenReply, check_length
+from rekindle.text.base import (
+    QuotedChat,
+    ReplayedChat,
+    TemplateOptions,
+    TokenLength,
+    Written,
+    WrittenReply,
+    check_length,
+)
 from rekindle.text.reasoning import detect_thoughts, think_variables, thought_for_template
 from rekindle.text.sandbox import LimitExceeded, SandboxProcess
 from rekindle.text.tools.styles import TemplateTools, late_instructions_as_user, merge_system_message, tools_as_text
@@ -129,6 +137,9 @@ class ReplyMarks:
         return f"{self._nonce}{kind}{at}x"
 
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _MAX_QUOTES = 2048  # quotes whose tokens are cached
 _MAX_QUOTE_CHARACTERS = 8192  # of a cached quote
 
@@ -205,30 +216,17 @@ class ChatTokenizer(ABC):
     def min_token_count(self, text: str) -> int:
         return 0 if self.token_length is None else self.token_length.min_token_count(text)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
-    ) -> list[int]:
-        chat = self._rendered(messages, tools, think)
-        check_length(chat.revealed, token_limit, self.min_token_count)
+    def encode_chat(self, messages: Sequence[Message], **how: Unpack[TemplateOptions]) -> list[int]:
+        chat = self._rendered(messages, how)
+        check_length(chat.revealed, how.get("token_limit"), self.min_token_count)
         return self._tokens(chat.text, chat.hidden)
 
     def encode_replayed(
-        self,
-        messages: Sequence[Message],
-        written: Written,
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
+        self, messages: Sequence[Message], written: Written, **how: Unpack[TemplateOptions]
     ) -> ReplayedChat:
-        chat = self._rendered(messages, tools, think)
-        check_length(chat.revealed, token_limit, self.min_token_count)
-        found = self._without_replies(chat, messages, written, tools, think)
+        chat = self._rendered(messages, how)
+        check_length(chat.revealed, how.get("token_limit"), self.min_token_count)
+        found = self._without_replies(chat, messages, written, how)
         if found is None:
             return ReplayedChat(self._tokens(chat.text, chat.hidden))
         tokens: list[int] = []
@@ -238,7 +236,7 @@ class ChatTokenizer(ABC):
         return ReplayedChat(tokens, len(found.replies))
 
     def _without_replies(
-        self, chat: _Chat, messages: Sequence[Message], written: Written, tools: Sequence[Tool], think: Think | None
+        self, chat: _Chat, messages: Sequence[Message], written: Written, how: TemplateOptions
     ) -> TextAround | None:
         """The text of a chat around the replies that can be cut out; None if there are none."""
         stops = [self.spell([token]) for token in self.stop_ids]
@@ -253,7 +251,7 @@ class ChatTokenizer(ABC):
                 return None
             marks = ReplyMarks(self._nonce, {at: written[at] for at in chosen})
             try:
-                marked = self._rendered(marks.mark(messages), tools, think, chat.hidden)
+                marked = self._rendered(marks.mark(messages), how, chat.hidden)
             except InvalidPrompt:
                 return None
             names = {mark: chat.hidden.hide(name, self._control) for mark, name in marks.names(messages).items()}
@@ -274,13 +272,7 @@ class ChatTokenizer(ABC):
         return self._plain(text, begins=begins)
 
     def encode_quoting(
-        self,
-        messages: Sequence[Message],
-        quotes: Sequence[str],
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
+        self, messages: Sequence[Message], quotes: Sequence[str], **how: Unpack[TemplateOptions]
     ) -> QuotedChat:
         place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
         if place is None:
@@ -288,7 +280,7 @@ class ChatTokenizer(ABC):
         mark = f"\ue004{self._nonce}:quotes\ue005"
         marked = [*messages]
         marked[place] = replace(messages[place], content=mark + messages[place].content)
-        chat = self._rendered(marked, tools, think)
+        chat, token_limit = self._rendered(marked, how), how.get("token_limit")
         check_length(chat.revealed.replace(mark, ""), token_limit, self.min_token_count)
         parts = chat.text.split(mark)
         if len(parts) != 2:
@@ -319,15 +311,13 @@ class ChatTokenizer(ABC):
                 self._quotes[text] = known
         return known
 
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Tool], think: Think | None, hidden: _Hidden | None = None
-    ) -> _Chat:
+    def _rendered(self, messages: Sequence[Message], how: TemplateOptions, hidden: _Hidden | None = None) -> _Chat:
         if self._render is None:
             raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
         hidden = hidden or _Hidden()
         shown = [self._shown(message, hidden) for message in messages]
-        offered = [hidden.hide(tool.as_template_input(), self._control) for tool in tools]
-        options = _if_asked(think)
+        offered = [hidden.hide(tool.as_template_input(), self._control) for tool in how.get("tools", ())]
+        options = _if_asked(how.get("think"))
         if self._template_tools.takes_tools and offered:
             options["tools"] = offered
         elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
