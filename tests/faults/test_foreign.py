@@ -262,6 +262,15 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_cache_of_another_format_is_refused_with_what_to_do(sound: Path) -> None:
+    folder = copy(sound, "older")
+    make_older(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(CacheUnusable, match=rf"format 1, this one knows {FORMAT}\)\. Delete it, or choose another"):
+        TieredStore(folder, NO_MEMORY)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 @linux
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 @given(things=_THINGS, cached=st.sampled_from([None, FORMAT, 1]), while_used=st.booleans())

@@ -401,12 +401,7 @@ class ByteTokenizer:
         turns = [[START, *self.encode(f"{m['role']}\n{m['content']}"), END] for m in chat]
         return [token for turn in turns for token in turn] + [START, *self.encode("assistant\n")]
 
-    def encode_replayed(
-        self,
-        messages: Sequence[Message],
-        written: Written,
-        **how: Unpack[TemplateOptions],  # noqa: ARG002
-    ) -> ReplayedChat:
+    def encode_replayed(self, messages: Sequence[Message], written: Written, **how: Any) -> ReplayedChat:  # noqa: ARG002
         """No reply stands in: a text has the same tokens, however it came about."""
         return ReplayedChat(self.encode_chat(messages, **how))
 

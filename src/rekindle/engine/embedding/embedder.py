@@ -16,8 +16,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from rekindle.core.identity import digest_of_config, digest_of_fields
-from rekindle.engine.embedding.bert import NumpyEncoder
-from rekindle.engine.embedding.bert_weights import BertWeights, read_bert
+from rekindle.engine.embedding.bert import BertWeights, NumpyEncoder, read_bert
 from rekindle.engine.embedding.encoder_settings import EncoderSettings, Pooling, read_encoder_settings
 from rekindle.engine.threaded_job import stop_if
 from rekindle.errors import BrokenModel, EngineMissing, InvalidPrompt, ModelError, UnsupportedModel

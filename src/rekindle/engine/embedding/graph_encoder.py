@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from rekindle.engine.embedding.bert_weights import BertWeights, Dense, EncoderLayer, Floats, LayerNorm
+from rekindle.engine.embedding.bert import BertWeights, Dense, EncoderLayer, Floats, LayerNorm
 from rekindle.engine.embedding.encoder_settings import Pooling
 from rekindle.engine.onnx.graph_runner import open_session, run_graph
 from rekindle.errors import UnsupportedModel
