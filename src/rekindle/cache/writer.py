@@ -15,7 +15,7 @@ from rekindle.apps import mark_ended
 from rekindle.cache.cost import Costs
 from rekindle.cache.explain import Explainer, Prompt
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace
-from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Plan
 from rekindle.core.reply import Reuse
 from rekindle.core.scope import AppRef
@@ -260,7 +260,7 @@ def _until(kv: Kv, stop: int) -> Kv:
     if stop >= kv.span.stop:
         return kv
     count = stop - kv.span.start
-    layers = tuple(LayerKv(layer.keys[:, :count].copy(), layer.values[:, :count].copy()) for layer in kv.layers)
+    layers = tuple(layer.window(0, count).copy() for layer in kv.layers)
     return Kv(Span(kv.span.start, stop), kv.layout, layers)
 
 

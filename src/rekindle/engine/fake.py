@@ -64,8 +64,7 @@ class FakeSequence(SpansOnly):
 
     def buffer(self, layer: int, span: Span) -> LayerKv:
         """The layer's own buffer of `span`."""
-        keys, values = self._kv[layer]
-        return LayerKv(keys[:, span.start : span.stop], values[:, span.start : span.stop])
+        return LayerKv(*self._kv[layer]).window(span.start, span.stop)
 
     def set_length(self, length: int) -> None:
         """Mark exactly the positions below `length` as present."""
@@ -88,7 +87,7 @@ class FakeSequence(SpansOnly):
         if span.stop > self.length:
             raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
         views = (self.buffer(layer, span) for layer in range(_LAYERS))
-        return Kv(span, self.layout, tuple(LayerKv(v.keys.copy(), v.values.copy()) for v in views))
+        return Kv(span, self.layout, tuple(view.copy() for view in views))
 
     def close(self) -> None:
         self._closed = True

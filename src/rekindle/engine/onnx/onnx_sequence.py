@@ -231,8 +231,7 @@ class OnnxSequence(SpansOnly):
         if span.stop > self.length:
             raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
         with self._lock:
-            part = slice(span.start, span.stop)
-            layers = (LayerKv(layer.keys[:, part].copy(), layer.values[:, part].copy()) for layer in self.kv.layers)
+            layers = (layer.window(span.start, span.stop).copy() for layer in self.kv.layers)
             return Kv(span, self._layout, tuple(layers))
 
     def truncate(self, length: int) -> None:
