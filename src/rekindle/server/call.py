@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from rekindle.core.reply import Reply, Reuse, TextPiece
-from rekindle.core.request import Request
+from rekindle.core.request import Message, Request
 from rekindle.core.scope import Scope
 from rekindle.errors import ContextOverflow
 from rekindle.server.auth import Caller
@@ -23,7 +23,7 @@ from rekindle.server.errors import ApiError
 from rekindle.server.host import Host
 from rekindle.server.job import ChoiceEvent, Finished, Planned, ReplyPart, reply_parts
 from rekindle.server.protocol import OPENAI, EventStream, WireProtocol, until_disconnect
-from rekindle.server.schema import CacheBody, RequestBody
+from rekindle.server.schema import CacheBody, RequestBody, RetrievalOptions
 from rekindle.server.server_log import current_record
 from rekindle.server.service import Service
 from rekindle.session.ask import Prepared
@@ -118,13 +118,13 @@ class Call:
         """The model's chat template."""
         return await self.in_thread(lambda: self.service.template)
 
-    async def begin(self, events: AsyncGenerator[ChoiceEvent, None]) -> tuple[Reuse, AsyncGenerator[ChoiceEvent, None]]:
-        """Wait until the first prompt is planned; its planned reuse, and the events that follow."""
-        try:
-            return await until_disconnect(self.http.receive, _first(events)), events
-        except BaseException:
-            await events.aclose()
-            raise
+    async def with_passages(self, request: Request, wanted: RetrievalOptions) -> Prepared:
+        """A chat with passages of the library for its last user message. Raises `ApiError` 400 if that is empty."""
+        said = [m.content for m in request.prompt if isinstance(m, Message) and m.role == "user"]
+        if not said or not said[-1].strip():
+            raise ApiError(400, "messages: No message of the user has text to search for.", param="messages")
+        session = self.service.session
+        return await self.in_thread(lambda: session.prepare_request(said[-1], request, wanted.top_k, wanted.retrieval))
 
     def parts(
         self, events: AsyncGenerator[ChoiceEvent, None], request: Request, count: int = 1
@@ -132,14 +132,19 @@ class Call:
         """The parts of `count` replies to a request, as they come."""
         return reply_parts(events, request, self.service.session.engine.tokenizer, count)
 
-    def stream(
+    async def stream(
         self,
-        items: AsyncGenerator[Mapping[str, Any], None],
-        planned: Reuse,
         events: AsyncGenerator[ChoiceEvent, None],
+        write: Callable[[Reuse], AsyncGenerator[Mapping[str, Any], None]],
     ) -> Response:
-        """Items made of events, as a stream of the protocol."""
-        return EventStream(self.protocol, items, plan_header(planned), events, self.failed)
+        """A stream of the protocol, begun when the first prompt is planned: `write` makes its items of the events that
+        follow, and gets the planned reuse."""
+        try:
+            planned = await until_disconnect(self.http.receive, _first(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventStream(self.protocol, write(planned), plan_header(planned), events, self.failed)
 
     def failed(self, outcome: str) -> None:
         """Count a request that ended without a reply: disconnected, 4xx, 5xx."""

@@ -5,7 +5,7 @@ come (`reply_parts`). A protocol translates between these and its own JSON; none
 
 1. `server/NAME/`: a subclass of `CacheBody` for each body, a function `answer_...(call, body)` for each endpoint.
 2. In it, make a `Request.of(messages, **options)`: `cache_options` gives tenant, salt, app and reuse.
-3. Whole: `call.collect(events, 1)`; streamed: `call.begin(events)`, `reply_parts(...)`, `call.stream(items, ...)`.
+3. Whole: `call.collect(events, 1)`; streamed: `call.stream(events, ...)`, with items made of `call.parts(...)`.
 4. A `WireProtocol` with its errors and the frame of a stream's items; raise `ApiError`, the core writes it.
 5. Rows in `routes.ENDPOINTS`, with `protocol=` (and a prefix in `routes.protocol_of` for paths it does not have).
 """

@@ -94,8 +94,7 @@ async def _answer(call: Call, body: NativeSamplingBody, prompts: Sequence[Prompt
     replies = _NativeReplies(body, requests, adapter or call.service.model, sorted(ignored))
     events = call.service.answer(requests, call.caller, body)
     if body.stream:
-        first, rest = await call.begin(events)
-        return call.stream(replies.chunks(rest), first, rest)
+        return await call.stream(events, lambda _: replies.chunks(events))
     planned, collected = await call.collect(events, len(requests))
     whole = [replies.last(number, reply, reply.text, reply.logprobs) for number, reply in enumerate(collected)]
     return JSONResponse(whole[0] if len(whole) == 1 else whole, headers=plan_header(planned))

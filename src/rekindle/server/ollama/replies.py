@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from rekindle.core.request import Message, Request
+from rekindle.core.request import Request
 from rekindle.core.size import keep_alive_seconds
 from rekindle.core.tools import ToolCall
 from rekindle.server.call import Call, answer_prepared, plan_header
@@ -141,7 +141,8 @@ async def _answer(
     ignored = [*call.ignored(body), *dropped, *ignored_options(body, session.engine.context_tokens)]
     if body.think is not None and not has_think_switch(await call.template()):
         ignored.append("think")
-    prepared = await _prepared(call, body, request)
+    wanted = body.rekindle.knowledge if body.rekindle is not None else None
+    prepared = None if wanted is None else await call.with_passages(request, wanted)
     if prepared is None:
         events = call.service.answer([request], call.caller, body)
     else:
@@ -149,23 +150,10 @@ async def _answer(
         events = answer_prepared(call, body, prepared, started)
     answering = _Answering(body, request, model, sorted(ignored), fields, started, prepared)
     if body.streamed:
-        first, rest = await call.begin(events)
-        return call.stream(answering.lines(call.parts(rest, request)), first, rest)
+        return await call.stream(events, lambda _: answering.lines(call.parts(events, request)))
     planned, (reply,) = await call.collect(events, 1)
     written = fields(reply.text, reply.thinking, reply.tool_calls)
     return JSONResponse(answering.last(Finished(reply), written), headers=plan_header(planned))
-
-
-async def _prepared(call: Call, body: OllamaBody, request: Request) -> Prepared | None:
-    """Passages of the library for the last user message; None if it does not ask for any."""
-    wanted = body.rekindle.knowledge if body.rekindle is not None else None
-    if wanted is None:
-        return None
-    said = [m.content for m in request.prompt if isinstance(m, Message) and m.role == "user"]
-    if not said or not said[-1].strip():
-        raise ApiError(400, "messages: No message of the user has text to search for.", param="messages")
-    session = call.service.session
-    return await call.in_thread(lambda: session.prepare_request(said[-1], request, wanted.top_k, wanted.retrieval))
 
 
 async def answer_embed(call: Call, body: EmbedRequest) -> Response:

@@ -98,15 +98,6 @@ def _options(body: OllamaBody, tenant: str, length: ReplyLength) -> Options:
     if body.format:
         schema = {"type": "object"} if isinstance(body.format, str) else body.format
         options["grammar"] = Grammar.json_schema(schema)
-    own = body.rekindle
-    if own is not None and own.answers is not None:
-        options["answers"] = own.answers
-    if own is not None and own.documents:
-        if own.knowledge is not None:
-            raise ApiError(400, "rekindle: Give either documents or knowledge.", param="rekindle.knowledge")
-        options["documents"] = [
-            item if isinstance(item, str) else {"text": item.content, "title": item.title} for item in own.documents
-        ]
     return options
 
 

@@ -48,8 +48,7 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     }
     echoes = [_echo(call, prompt) if body.echo else "" for prompt in prompts_of(body.prompt) for _ in range(body.n)]
     if body.stream:
-        first, rest = await call.begin(events)
-        return call.stream(_chunks(rest, call, body, head, echoes), first, rest)
+        return await call.stream(events, lambda _: _chunks(events, call, body, head, echoes))
     planned, replies = await call.collect(events, len(requests))
     choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]
     stats = {"usage": usage_of(replies, len(asked)), "timings": timings_of(replies[0])}

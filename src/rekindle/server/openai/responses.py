@@ -39,8 +39,8 @@ async def answer_responses(call: Call, body: ResponsesRequest) -> Response:
     ignored = sorted([*call.ignored(body), *chat.ignored, *dropped])
     head = _head(body, adapter or call.service.model)
     if body.stream:
-        first, rest = await call.begin(events)
-        return call.stream(_numbered(_events(call, call.parts(rest, request), head, ignored)), first, rest)
+        parts = call.parts(events, request)
+        return await call.stream(events, lambda _: _numbered(_events(call, parts, head, ignored)))
     planned, (reply,) = await call.collect(events, 1)
     output = [
         *_thought_items(reply.thinking),

@@ -11,7 +11,7 @@ from rekindle.core.reply import Reply, SampledToken, TokenLogprob
 from rekindle.core.request import Options, PromptLike, Request
 from rekindle.server.body import ReplyLength, cache_options, content_text, messages_of
 from rekindle.server.errors import ApiError
-from rekindle.server.schema import AskRequest, ChatRequest, CompletionRequest, DocumentText, PromptRequest, SamplingBody
+from rekindle.server.schema import AskRequest, ChatRequest, CompletionRequest, PromptRequest, SamplingBody
 from rekindle.session.ask import AskOptions
 
 _SEEDS = 2**64
@@ -34,34 +34,7 @@ def chat_request(body: ChatRequest, tenant: str, length: ReplyLength) -> Request
     options["think"] = body.think
     if body.prediction is not None:
         options["drafts"] = [content_text(body.prediction.content) or ""]
-    if body.rekindle is not None and body.rekindle.answers is not None:
-        options["answers"] = body.rekindle.answers
-    if body.rekindle is not None and body.rekindle.documents:
-        options["documents"] = documents_of(body.rekindle.documents, "rekindle.documents")
-        if body.rekindle.knowledge is not None:
-            raise ApiError(400, "Give either documents or knowledge.", param="rekindle.knowledge")
     return Request.of(messages_of(body.messages), **options)
-
-
-def documents_of(given: Sequence[str | DocumentText], field: str) -> list[dict[str, str]]:
-    """Documents as the session takes them. Raises `ApiError` 400 that names an empty one."""
-    found = []
-    for number, item in enumerate(given):
-        text = item if isinstance(item, str) else item.content
-        if not text.strip():
-            message = "It has no text. Give one, as a text or as {'text': ..., 'title': ...}."
-            raise ApiError(400, f"{field}.{number}: {message}", param=f"{field}.{number}")
-        about = {} if isinstance(item, str) else item.model_dump(include={"title", "source"}, exclude_none=True)
-        found.append({"text": text, **about})
-    return found
-
-
-def last_user_text(body: ChatRequest) -> str:
-    """The last message of the user, to search the library with. Raises `ApiError` 400 if it is empty."""
-    texts = [content_text(message.content) for message in body.messages if message.role == "user"]
-    if not texts or not (texts[-1] or "").strip():
-        raise ApiError(400, "No message of the user has text to search for.", param="messages")
-    return str(texts[-1])
 
 
 def ask_options(body: AskRequest, tenant: str, length: ReplyLength) -> AskOptions:
