@@ -346,12 +346,12 @@ def test_a_marker_that_is_not_ours_is_refused_with_what_to_do_and_left(tmp_path:
     assert _everything(tmp_path) == before
 
 
-def test_a_cache_of_an_older_rekindle_is_refused_with_what_to_do_and_left(tmp_path: Path, sound: Path) -> None:
+def test_a_cache_without_its_marker_is_refused_with_what_to_do_and_left(tmp_path: Path, sound: Path) -> None:
     folder = tmp_path / "cache"
     shutil.copytree(sound, folder)
     (folder / MARKER).unlink()
     before = _everything(folder)
-    with pytest.raises(CacheUnusable, match=r"Choose another folder .* older Rekindle, you may delete it\.$"):
+    with pytest.raises(CacheUnusable, match=r"no CACHEDIR\.TAG of ours.* Choose another folder for the cache\.$"):
         TieredStore(folder, NO_MEMORY)
     _refused(folder)
     assert _everything(folder) == before
