@@ -3,6 +3,9 @@
 Measuring hashes all weights with SHA-256 and runs a few tokens through the model. A model that was measured before is
 recognized by a fast digest of every byte of its weights. Its seed is random and stays on this machine: nobody can
 prepare weights that are taken for others.
+
+Also here: which models can be attached, whether their weights changed since, and whether something interferes with the
+compute.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Texts are not padded. The tokens of a batch are one long row, and everything that works token by token (most of the
 work) works on the whole row; only attention sees texts, those of equal length together.
+
+Its weights are read from a checkpoint and checked against its config. The three projections of a layer are merged into
+one, and queries are scaled already.
 """
 
 from __future__ import annotations
