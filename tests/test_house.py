@@ -22,7 +22,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 # Code lines (no blanks, comments and docstrings) and modules: what the tree has now. The targets of the house: 31,000
 # lines in 240 modules of rekindle, 9,000 lines of benchmarks. What makes the tree smaller lowers these.
-LIMITS = {"rekindle": (44_006, 322), "benchmarks": (10_515, 98)}
+LIMITS = {"rekindle": (43_327, 288), "benchmarks": (10_515, 98)}
 
 # What later changes may add to that: (part, code lines, modules, what was added and why). When a change makes the tree
 # smaller, it folds these into the limits.
@@ -64,7 +64,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
 
 # Modules of one name: a reader who looks for one must not find three. Roles are the exception.
-ROLES = frozenset({"__init__", "__main__", "base", "settings", "schema"})
+ROLES = frozenset({"__init__", "__main__", "base", "settings", "schema", "translate"})
 
 # Phrases that may not come back, in docstrings, comments, messages and docs. Say what happens, and to what: "Number of
 # tokens.", not "So many tokens."; "depends on", not "hangs on"; "the reader", not "whoever reads".

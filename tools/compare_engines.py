@@ -100,7 +100,7 @@ def measure_genai(dtype: str, part: str) -> dict[str, Any]:
     import numpy as np
     import onnxruntime_genai as genai
 
-    from rekindle.engine.onnx.folder_tokenizer import load_tokenizer
+    from rekindle.engine.onnx.onnx_engine import load_tokenizer
     from rekindle.models.onnx_folder import read_onnx_model
     from rekindle.models.sources import find
 

@@ -105,7 +105,5 @@ coder.open_layer = _open_any  # type: ignore[attr-defined, assignment]  # of byt
 def opened(engine: Engine, **settings: Any) -> Session:
     """A session whose differences are coded, and whose KV is evicted, as published."""
     policies.install()
-    with mock.patch(
-        "rekindle.session.open_cache.quantized_coder", lambda *_: PublishedCoder(len(engine.layout.layers))
-    ):
+    with mock.patch("rekindle.session.session.quantized_coder", lambda *_: PublishedCoder(len(engine.layout.layers))):
         return Session(engine, **{**settings, "reuse": "quantized", "policy": "mobilora"})

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rekindle import Session
+from rekindle.cache.divergence import compare, find_volatile
 from rekindle.cache.explain import Explanation
 from rekindle.cache.miss_reason import common_content, content_of, differences
-from rekindle.cache.volatile_text import compare, find_volatile
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Span
 from rekindle.engine.fake import FakeEngine

@@ -21,8 +21,7 @@ from rekindle.cache import inflight, stored_kv
 from rekindle.cache.cost import AlwaysReuse
 from rekindle.cli.main import main
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Engine
-from rekindle.engine.context_length import Reserve
+from rekindle.engine.base import Engine, Reserve
 from rekindle.engine.load import EngineOptions, load_engine
 from rekindle.models import sources
 from rekindle.models.download import Progress

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.idle.english import base_of_past
-from rekindle.idle.extracted_questions import extract_questions, questions_of, topic_words
+from rekindle.idle.extracted_questions import base_of_past, extract_questions, questions_of, topic_words
 
 NOTE = (
     "Maria moved to Lisbon in 2019. She rents a flat above a bakery. In May 2021, Maria opened a bookbinding "

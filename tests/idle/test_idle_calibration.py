@@ -14,8 +14,7 @@ from rekindle.cache.coders import bits_calibrated, recall_coder
 from rekindle.chunks.match import calibration_of
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
-from rekindle.idle.idle import IdleOptions
-from rekindle.idle.idle_calibration import IdleCalibration
+from rekindle.idle.idle import IdleCalibration, IdleOptions
 from rekindle.idle.worker import IdleConditions
 from rekindle.session.calibrate.calibration import calibrated_parts, missing_parts, remember_budgets
 from tests.lora import fake_pairs, save_lora

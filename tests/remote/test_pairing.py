@@ -27,8 +27,7 @@ from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey
 from rekindle.remote.slices import regroup_heads, reorder_keys
-from rekindle.session.publish import computed, levels_of
-from rekindle.session.publish_pair import choose_published, pair
+from rekindle.session.publish import choose_published, computed, levels_of, pair
 from tests.cli.test_origin import ok
 from tests.parity.engines import gguf_file, make
 from tests.remote.places import MODEL

@@ -6,7 +6,7 @@ import pytest
 
 from rekindle.errors import InvalidSetting
 from rekindle.server.errors import ApiError
-from rekindle.server.model_names import ModelNames
+from rekindle.server.host import ModelNames
 from tests.server.conftest import Serve
 
 ALIASES = ["claude-*-haiku=small:writer", "claude-*=small", "gpt-5=writer"]

@@ -19,7 +19,7 @@ from rekindle.core.scope import Scope
 from rekindle.errors import RekindleError
 from rekindle.server import recent_requests
 from rekindle.server.job import Finished, Planned
-from rekindle.server.page import static_files
+from rekindle.server.page import views
 from rekindle.server.recent_requests import RecentRequests
 from rekindle.server.usage_log import HOUR, MINUTE, UsageLog
 from tests.server.conftest import Serve
@@ -28,7 +28,7 @@ from tests.server.serving import ADMIN, ALICE, Asking, Served, eventually
 OWN = "/v1/rekindle"
 LONG = "The keeper of the lighthouse wrote down the wind every morning, and the boats that he counted at night. "
 HTML = {"Accept": "text/html,application/xhtml+xml"}
-STATIC = Path(static_files.__file__).parent / "static"
+STATIC = Path(views.__file__).parent / "static"
 
 
 def live(served: Served, key: str | None = None) -> dict[str, Any]:

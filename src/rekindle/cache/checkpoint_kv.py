@@ -185,7 +185,7 @@ class CheckpointKv(StoredKv):
         self._last_bytes = len(snapshot)
         kv = _as_pages(space.layout, snapshot, count)
         (name,) = _names(context.tokens, [count])
-        job = WriteJob(space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
+        job = WriteJob(space, tuple(name.ids(len(kv.span))), kv.part)
         job.is_text = False
         job.guard, job.app_ref, job.wanted = context.guard, context.app_ref, context.wanted
         job.detach()
@@ -346,9 +346,3 @@ def _as_pages(layout: KvLayout, snapshot: bytes, tokens: int) -> Kv:
 
 def _page_count(snapshot_bytes: int, page_bytes: int) -> int:
     return max(_NAME_PAGES, -(-(_HEAD.size + snapshot_bytes) // page_bytes))
-
-
-def _part(kv: Kv, span: Span) -> Kv:
-    start, stop = span.start, span.stop
-    layers = (LayerKv(layer.keys[:, start:stop], layer.values[:, start:stop]) for layer in kv.layers)
-    return Kv(span, kv.layout, tuple(layers))

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from rekindle.cache.cost import Costs
-from rekindle.cache.divergence import CAUSES, ChatPlace, Parting, cause_of, place_of
+from rekindle.cache.divergence import CAUSES, ChatPlace, Parting, cause_of, find_volatile, place_of
 from rekindle.cache.miss_reason import MissEvidence, Reason, common_content, content_of, differences, reason_of
-from rekindle.cache.volatile_text import find_volatile
 from rekindle.core.cells import TimelineEvent
 from rekindle.core.identity import Identity
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, common_tokens, token_bytes

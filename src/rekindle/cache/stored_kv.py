@@ -20,8 +20,7 @@ from rekindle.cache.lookup import CacheLookup, why_missed
 from rekindle.cache.matches import Matches, find_matches
 from rekindle.cache.planner import PrefillSteps, make_plan
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult, TimedFeed
-from rekindle.cache.request_log import WasAsked
-from rekindle.cache.writer import BackgroundJob, BackgroundWriter
+from rekindle.cache.writer import BackgroundJob, BackgroundWriter, WasAsked
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import SHARED_TIERS, Plan, SharedTierName, Tier

@@ -6,15 +6,21 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from rekindle.apps import mark_ended
+from rekindle.cache.cost import Costs
+from rekindle.cache.explain import Explainer, Prompt
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace
-from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.kv import Kv, Span
+from rekindle.core.plan import Plan
+from rekindle.core.reply import Reuse
 from rekindle.core.scope import AppRef
 from rekindle.errors import KvLost
+from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import Kept, TieredStore
 
 log = logging.getLogger("rekindle.keep")
@@ -254,5 +260,56 @@ def _until(kv: Kv, stop: int) -> Kv:
     if stop >= kv.span.stop:
         return kv
     count = stop - kv.span.start
-    layers = tuple(LayerKv(layer.keys[:, :count].copy(), layer.values[:, :count].copy()) for layer in kv.layers)
+    layers = tuple(layer.window(0, count).copy() for layer in kv.layers)
     return Kv(Span(kv.span.start, stop), kv.layout, layers)
+
+
+@dataclass(frozen=True)
+class Note(BackgroundJob):
+    """Explains a request and stores the explanation."""
+
+    explainer: Explainer
+    prompt: Prompt
+    plan: Plan
+    match: Match | None
+    reuse: Reuse
+    first_token_seconds: float
+    guard: WriteGuard | None = None
+
+    def do(self, store: TieredStore) -> str:
+        """Runs before the prompt is written: else it would be its own explanation."""
+        if self.guard is not None and not self.guard.allows:
+            return "barred"
+        explanation = self.explainer.explain(self.prompt, self.plan, self.match, self.reuse)
+        explanation = replace(explanation, first_token_seconds=self.first_token_seconds, at=store.disk.clock())
+        asked, present = self.prompt, None if self.guard is None else self.guard.present
+        store.note(asked.kv_space, asked.identity, asked.tokens, asked.content, explanation.as_dict(), present=present)
+        return "noted"
+
+
+class Stayed(BackgroundJob):
+    """Records the use of stored KV that was still in the engine: else it would look unused, and be evicted."""
+
+    def __init__(self, kv_space: KvSpace, tokens: Sequence[int], costs: Costs) -> None:
+        self._kv_space, self._tokens = kv_space, tokens
+        self._saved_seconds = costs.rates.compute_seconds(Span(0, len(tokens)))
+
+    def do(self, store: TieredStore) -> str:
+        match = store.lookup(self._kv_space, self._tokens)
+        if match.pieces:
+            store.record_use(match, self._saved_seconds * 1e3 * match.length / len(self._tokens))
+        return "noted"
+
+
+@dataclass(frozen=True)
+class WasAsked(BackgroundJob):
+    """Records which app used the stored KV of a prompt and its reply, however it came to the engine."""
+
+    kv_space: KvSpace
+    tokens: Sequence[int]
+    app_ref: AppRef | None
+
+    def do(self, store: TieredStore) -> str:
+        """Runs after the prompt is written: then all of it is found."""
+        store.record_request(self.kv_space, self.tokens, self.app_ref)
+        return "noted"

@@ -46,14 +46,8 @@ def list_apps(
         ["app", "tenant", "salt", "state", "since", "requests", "KV", "alone", "process"],
         [
             [
-                *(
-                    one.name,
-                    one.tenant,
-                    one.salt_digest[:8],
-                    one.state,
-                    f"{max(0.0, now - one.since):,.0f} s",
-                    str(one.requests),
-                ),
+                *(one.name, one.tenant, one.salt_digest[:8], one.state),
+                *(f"{max(0.0, now - one.since):,.0f} s", str(one.requests)),
                 *(human_bytes(one.size_bytes), human_bytes(one.private_bytes)),
                 "" if one.process is None else str(one.process),
             ]

@@ -42,8 +42,7 @@ def idle(
 ) -> None:
     """Do idle work: refresh answers, predict questions, prefill what they begin with. Ctrl-C stops within a token."""
     from rekindle.cli.console import notes, progress
-    from rekindle.idle.idle import Idle, IdleOptions
-    from rekindle.idle.idle_calibration import IdleCalibration
+    from rekindle.idle.idle import Idle, IdleCalibration, IdleOptions
     from rekindle.session.session import Session
 
     if log:

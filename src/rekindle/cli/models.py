@@ -88,36 +88,14 @@ def list_models(json: AsJson = False) -> None:
     found = list_in_place(lambda sentence: typer.echo(f"note: {sentence}", err=True))
     others = [other for other in found if other.name not in known]
     if json:
-        print_json(
-            [
-                {
-                    "name": e.name,
-                    "kind": e.kind,
-                    "source": e.source,
-                    "bytes": e.size_bytes(),
-                    "folder": str(e.files.folder),
-                    "gguf": None if e.files.gguf is None else str(e.files.gguf),
-                    "graphs": e.graph_bytes(),
-                    "in_place": e.in_place,
-                    "added": e.added,
-                }
-                for e in pulled
-            ]
-            + [
-                {
-                    "name": other.name,
-                    "kind": other.kind,
-                    "source": other.tool,
-                    "bytes": other.size_bytes,
-                    "folder": None,
-                    "gguf": str(other.gguf),
-                    "graphs": {},
-                    "in_place": True,
-                    "added": None,
-                }
-                for other in others
-            ]
-        )
+        names = ("name", "kind", "source", "bytes", "folder", "gguf", "graphs", "in_place", "added")
+        listed: list[tuple[Any, ...]] = []
+        for e in pulled:
+            gguf = None if e.files.gguf is None else str(e.files.gguf)
+            own = (str(e.files.folder), gguf, e.graph_bytes(), e.in_place, e.added)
+            listed.append((e.name, e.kind, e.source, e.size_bytes(), *own))
+        listed += [(o.name, o.kind, o.tool, o.size_bytes, None, str(o.gguf), {}, True, None) for o in others]
+        print_json([dict(zip(names, one, strict=True)) for one in listed])
         return
     rows = []
     for e in pulled:

@@ -169,7 +169,7 @@ def pair(
 
     from rekindle.cli.console import progress
     from rekindle.remote.remote_kv import RemoteKv
-    from rekindle.session.publish_pair import pair as measure
+    from rekindle.session.publish import pair as measure
     from rekindle.session.session import Session
 
     with progress(model) as report, Session(model, **loading, origin=url, progress=report) as session:

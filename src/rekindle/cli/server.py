@@ -67,7 +67,7 @@ def serve(
     from rekindle.cli.console import logged_progress, notes, progress
     from rekindle.daemon.private_socket import SUPPORTED
     from rekindle.daemon.spec import DaemonSpec
-    from rekindle.engine.context_length import describe_context
+    from rekindle.engine.base import describe_context
     from rekindle.server.auth import ApiKeys, check_settings
     from rekindle.server.serve import Server
     from rekindle.server.server_log import logging_to_stderr

@@ -130,10 +130,10 @@ class Coder:
         if self.whole is None or dtype == "uint8":
             return False
         for stop in dict.fromkeys((min(quantized.GROUP_TOKENS, kv.keys.shape[1]), kv.keys.shape[1])):
-            part = LayerKv(kv.keys[:, :stop], kv.values[:, :stop])
+            part = kv.window(0, stop)
             data = quantized.encode(part, dtype, self.whole.layers[layer])
             recoded = quantized.decode(data, part.spec(dtype))
-            if not same_bits(recoded, LayerKv(base.keys[:, :stop], base.values[:, :stop])):
+            if not same_bits(recoded, base.window(0, stop)):
                 return False
         return True
 
@@ -184,7 +184,7 @@ def decode(data: bytes, spec: LayerSpec, base: LayerKv | None, span: Span | None
         if data[:4] != quantized.MAGIC:
             raise ValueError("a difference needs its base")
         return quantized.decode(data, spec, span)
-    out = LayerKv(base.keys.copy(), base.values.copy())
+    out = base.copy()
     decode_into(data, spec, out, span, delta=True)
     return out
 

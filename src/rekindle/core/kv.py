@@ -96,6 +96,13 @@ class LayerKv:
         heads, tokens, key_dim = self.keys.shape
         return LayerSpec(dtype, LayerShape(heads, key_dim, self.values.shape[2]), tokens)
 
+    def window(self, start: int, stop: int) -> LayerKv:
+        """Some of the tokens, as a view."""
+        return LayerKv(self.keys[:, start:stop], self.values[:, start:stop])
+
+    def copy(self) -> LayerKv:
+        return LayerKv(self.keys.copy(), self.values.copy())
+
 
 @dataclass(frozen=True, eq=False)
 class Held:
@@ -132,3 +139,8 @@ class Kv:
     span: Span
     layout: KvLayout
     layers: tuple[LayerKv, ...]
+
+    def part(self, span: Span) -> Kv:
+        """That of some of the tokens, as a view."""
+        start, stop = span.start - self.span.start, span.stop - self.span.start
+        return Kv(span, self.layout, tuple(layer.window(start, stop) for layer in self.layers))

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,16 @@ from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Message, Sampling, Think
-from rekindle.core.tools import Tool
 from rekindle.engine.base import Capabilities, KvFeed, Logits, MovedFeed, Row, SpansOnly
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Reading
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.errors import AdapterRefused, Cancelled, Closed, InvalidPrompt, StepRefused
-from rekindle.text.base import QuotedChat, ReplayedChat, Written, check_length
+from rekindle.text.base import QuotedChat, ReplayedChat, TemplateOptions, Written, check_length
 from rekindle.text.tools.styles import TemplateTools, tools_as_text
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Array = NDArray[np.float32]
 
@@ -62,8 +64,7 @@ class FakeSequence(SpansOnly):
 
     def buffer(self, layer: int, span: Span) -> LayerKv:
         """The layer's own buffer of `span`."""
-        keys, values = self._kv[layer]
-        return LayerKv(keys[:, span.start : span.stop], values[:, span.start : span.stop])
+        return LayerKv(*self._kv[layer]).window(span.start, span.stop)
 
     def set_length(self, length: int) -> None:
         """Mark exactly the positions below `length` as present."""
@@ -86,7 +87,7 @@ class FakeSequence(SpansOnly):
         if span.stop > self.length:
             raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
         views = (self.buffer(layer, span) for layer in range(_LAYERS))
-        return Kv(span, self.layout, tuple(LayerKv(v.keys.copy(), v.values.copy()) for v in views))
+        return Kv(span, self.layout, tuple(view.copy() for view in views))
 
     def close(self) -> None:
         self._closed = True
@@ -389,42 +390,29 @@ class ByteTokenizer:
         check_length(text, token_limit, self.min_token_count)
         return list(text.encode("utf-8"))
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,  # noqa: ARG002
-        token_limit: int | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], **how: Unpack[TemplateOptions]) -> list[int]:
         """Each message between a start and an end token, then the start of the reply. Tools are written as text."""
+        tools = how.get("tools", ())
         chat = [TemplateTools.of(self.template).prepare(m.as_template_input()) for m in messages]
         if tools or any(m.get("tool_calls") for m in chat):
             chat = tools_as_text(chat, [tool.as_template_input() for tool in tools])
-        check_length("".join(m["content"] for m in chat), token_limit, self.min_token_count)
+        check_length("".join(m["content"] for m in chat), how.get("token_limit"), self.min_token_count)
         turns = [[START, *self.encode(f"{m['role']}\n{m['content']}"), END] for m in chat]
         return [token for turn in turns for token in turn] + [START, *self.encode("assistant\n")]
 
-    def encode_replayed(self, messages: Sequence[Message], written: Written, **options: Any) -> ReplayedChat:  # noqa: ARG002
+    def encode_replayed(self, messages: Sequence[Message], written: Written, **how: Any) -> ReplayedChat:  # noqa: ARG002
         """No reply stands in: a text has the same tokens, however it came about."""
-        return ReplayedChat(self.encode_chat(messages, **options))
+        return ReplayedChat(self.encode_chat(messages, **how))
 
     def encode_quoting(
-        self,
-        messages: Sequence[Message],
-        quotes: Sequence[str],
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
+        self, messages: Sequence[Message], quotes: Sequence[str], **how: Unpack[TemplateOptions]
     ) -> QuotedChat:
         place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
         if place is None:
             raise InvalidPrompt("There is no user message that passages could be quoted for. Add one.")
-        whole = self.encode_chat(messages, tools=tools, think=think, token_limit=token_limit)
-        rest = self.encode_chat(messages[place:], tools=())
+        whole, rest = self.encode_chat(messages, **how), self.encode_chat(messages[place:])
         at = len(whole) - len(rest) + 1 + len(self.encode("user\n"))
-        return QuotedChat(whole[:at], [self.encode(text[:token_limit]) for text in quotes], whole[at:])
+        return QuotedChat(whole[:at], [self.encode(text[: how.get("token_limit")]) for text in quotes], whole[at:])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the bytes; a cut-off character becomes U+FFFD."""

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rekindle.core.size import human_bytes
-from rekindle.engine.base import Engine
-from rekindle.engine.context_length import Reserve
+from rekindle.engine.base import Engine, Reserve
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.onnx.onnx_options import GRAPH_DTYPES, OnnxOptions
 from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
@@ -38,6 +37,10 @@ _INSTEAD = {"xllamacpp": "llama_cpp"}  # brings the same library
 _TITLES = {"hf": "The Hugging Face engine", "llamacpp": "The llama.cpp engine", "onnx": "The ONNX Runtime engine"}
 
 FindPackage = Callable[[str], object]
+
+
+def _silent(_stage: str, _done: int, _total: int) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,8 @@ def load_engine(
     have = packages_beside(options.llama.llama_library)
     name = choose_engine(model, options.engine, have)
     require_packages(name, have)  # before anything is fetched
-    if name == "llamacpp":
-        return _load_llamacpp(model, options, progress, reserve)
-    if name == "onnx":
-        return _load_onnx(model, options, progress, reserve)
-    return _load_hf(model, options, progress, reserve)
+    load = {"llamacpp": _load_llamacpp, "onnx": _load_onnx, "hf": _load_hf}[name]
+    return load(model, options, progress or _silent, reserve)
 
 
 def choose_engine(model: str, wanted: str, have: FindPackage = importlib.util.find_spec) -> EngineName:
@@ -141,7 +141,7 @@ def require_packages(name: EngineName, have: FindPackage = importlib.util.find_s
         )
 
 
-def convert_gguf(files: ModelFiles, progress: Progress | None = None) -> None:
+def convert_gguf(files: ModelFiles, progress: Progress = _silent) -> None:
     """Convert a GGUF model to Hugging Face form unless that exists: once, about half a minute."""
     if files.gguf is None or files.converted:
         return
@@ -153,12 +153,12 @@ def convert_gguf(files: ModelFiles, progress: Progress | None = None) -> None:
     require_space(files.folder.parent, 4 * read_header(files.gguf).values, f"The converted form of {files.name}")
     from rekindle.engine.hf import checkpoint
 
-    _report(progress, "convert", 0, 1)
+    progress("convert", 0, 1)
     checkpoint.convert_gguf(files.gguf, files.folder)
-    _report(progress, "convert", 1, 1)
+    progress("convert", 1, 1)
 
 
-def _load_hf(model: str, options: EngineOptions, progress: Progress | None, reserve: Reserve | None) -> Engine:
+def _load_hf(model: str, options: EngineOptions, progress: Progress, reserve: Reserve | None) -> Engine:
     _refuse_llama_options(options.llama)
     files = obtain(model, progress)
     if options.engine == "auto" and files.gguf is not None and not files.converted and _is_gguf(model):
@@ -171,7 +171,7 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None, rese
         )
     convert_gguf(files, progress)
     _digest(check_folder(files.folder), progress)
-    _report(progress, "load", 0, 1)
+    progress("load", 0, 1)
     from rekindle.engine.hf.engine import HfEngine  # takes seconds
 
     engine = HfEngine.load(
@@ -181,7 +181,7 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None, rese
         context_tokens=options.context_tokens,
         reserve=reserve,
     )
-    _report(progress, "load", 1, 1)
+    progress("load", 1, 1)
     return engine
 
 
@@ -194,7 +194,7 @@ def _refuse_llama_options(given: LlamaOptions, *taken: str) -> None:
             raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it out, or use engine='llamacpp'.")
 
 
-def _load_onnx(model: str, options: EngineOptions, progress: Progress | None, reserve: Reserve | None) -> Engine:
+def _load_onnx(model: str, options: EngineOptions, progress: Progress, reserve: Reserve | None) -> Engine:
     _refuse_llama_options(options.llama, "threads", "batch_tokens")
     forms = [form for form, dtype in GRAPH_DTYPES.items() if options.dtype in ("auto", dtype)]
     if not forms:
@@ -211,13 +211,13 @@ def _load_onnx(model: str, options: EngineOptions, progress: Progress | None, re
     files = files or export_graph(obtain(model, progress, form=forms[0]), forms[0], progress)
     assert files.onnx is not None
     _digest(read_graph(files.onnx).weights, progress)
-    _report(progress, "load", 0, 1)
+    progress("load", 0, 1)
     engine = OnnxEngine(files, options.onnx, reserve)
-    _report(progress, "load", 1, 1)
+    progress("load", 1, 1)
     return engine
 
 
-def export_graph(files: ModelFiles, form: OnnxForm, progress: Progress | None = None) -> ModelFiles:
+def export_graph(files: ModelFiles, form: OnnxForm, progress: Progress = _silent) -> ModelFiles:
     """The files with a graph of that precision, exported unless there is one. Raises `EngineMissing` without the
     packages that exporting needs."""
     if files.onnx is not None:
@@ -226,13 +226,13 @@ def export_graph(files: ModelFiles, form: OnnxForm, progress: Progress | None = 
 
     require_exporter(files.name, form)
     convert_gguf(files, progress)
-    _report(progress, "export", 0, 1)
+    progress("export", 0, 1)
     graph = export(files, form)
-    _report(progress, "export", 1, 1)
+    progress("export", 1, 1)
     return replace(files, onnx=graph)
 
 
-def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None, reserve: Reserve | None) -> Engine:
+def _load_llamacpp(model: str, options: EngineOptions, progress: Progress, reserve: Reserve | None) -> Engine:
     if options.dtype != "auto":
         raise InvalidSetting(
             f"dtype={options.dtype!r} is for engine='hf': a GGUF file has its own numbers. Those of KV are kv_type."
@@ -245,16 +245,11 @@ def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None
     _digest(files.parts, progress)
 
     def loaded(share: float) -> None:
-        _report(progress, "load", round(share * 100), 100)
+        progress("load", round(share * 100), 100)
 
     return LlamaCppEngine(files, options.llama, loaded, reserve)
 
 
-def _digest(weights: Sequence[Path], progress: Progress | None) -> None:
+def _digest(weights: Sequence[Path], progress: Progress) -> None:
     """Read the weights once, which takes a while: their digest is remembered for the identity."""
-    digest_of_files(weights, lambda done, total: _report(progress, "digest", done, total))
-
-
-def _report(progress: Progress | None, stage: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(stage, done, total)
+    digest_of_files(weights, lambda done, total: progress("digest", done, total))

@@ -15,7 +15,7 @@ from typing import Literal
 from rekindle.answers.guard import is_english
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Message
-from rekindle.idle.english import EMPTY
+from rekindle.idle.extracted_questions import EMPTY
 from rekindle.knowledge.retrieve import Floats
 from rekindle.knowledge.segment import character_pairs
 

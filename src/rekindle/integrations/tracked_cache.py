@@ -26,7 +26,7 @@ from rekindle.core.reply import Reuse
 from rekindle.engine.hf.rope import Rope
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import InvalidPrompt, KvLost
-from rekindle.integrations.weights import Weights
+from rekindle.integrations.model_facts import Weights
 
 LayerTensors = tuple[Tensor, Tensor]  # keys, values: [1, kv_heads, tokens, dim] each
 

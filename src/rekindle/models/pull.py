@@ -27,8 +27,7 @@ from rekindle.models.files import ModelFiles, part_names
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import GENERATING, check_folder, read_config
 from rekindle.models.hub import choose_file, model_names, spec_for
-from rekindle.models.onnx_encoder import is_encoder
-from rekindle.models.onnx_folder import PRECISIONS, choose_graph
+from rekindle.models.onnx_folder import PRECISIONS, choose_graph, is_encoder
 from rekindle.models.onnx_graph import read_graph
 from rekindle.models.registry import PulledModel
 from rekindle.models.sources import (

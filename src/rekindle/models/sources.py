@@ -30,14 +30,15 @@ from rekindle.models.files import ModelFiles, file_version, is_file, is_folder, 
 from rekindle.models.gguf import check_parts, read_header
 from rekindle.models.hf_folder import WEIGHTS, check_folder
 from rekindle.models.hub import HUB_NAME, choose_file, spec_for
-from rekindle.models.onnx_encoder import is_encoder, read_encoder
 from rekindle.models.onnx_folder import (
     GRAPH,
     PRECISIONS,
     OnnxForm,
     graph_in,
     has_precision,
+    is_encoder,
     is_onnx_folder,
+    read_encoder,
     read_onnx_model,
 )
 from rekindle.models.onnx_graph import read_graph

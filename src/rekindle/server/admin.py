@@ -23,8 +23,8 @@ from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.host import ServedModel
 from rekindle.server.metrics import CONTENT_TYPE
-from rekindle.server.openai.request import prompt_request
-from rekindle.server.page.static_files import page_files
+from rekindle.server.openai.translate import prompt_request
+from rekindle.server.page.views import page_files
 from rekindle.server.recorded import recorded_request
 from rekindle.server.reply_fields import rekindle_of
 from rekindle.server.schema import AppRequest, CheckRequest, ExplainRequest, PromptRequest

@@ -23,10 +23,10 @@ from rekindle.server.auth import NOBODY, Caller, OriginGuard
 from rekindle.server.body import parse, salt_of, salt_of_refused
 from rekindle.server.call import PLAN_HEADER, Call
 from rekindle.server.errors import ApiError, api_error_of
-from rekindle.server.event_stream import ClientGone
 from rekindle.server.host import Host
 from rekindle.server.openapi import docs_page, openapi_document
-from rekindle.server.page.static_files import page_files
+from rekindle.server.page.views import page_files
+from rekindle.server.protocol import ClientGone
 from rekindle.server.routes import ENDPOINTS, Endpoint, protocol_of, where_to_go
 from rekindle.server.schema import RequestBody
 from rekindle.server.server_log import RequestLogger, current_record
@@ -61,17 +61,9 @@ def make_app(host: Host) -> Starlette:
 
     middleware = [Middleware(OriginGuard, settings=settings, refused=refused, pages=("/", *pages))]
     if settings.cors_origin:
-        allowed, exposed = list(settings.cors_origin), [PLAN_HEADER, "Retry-After"]
-        middleware.insert(
-            0,
-            Middleware(
-                CORSMiddleware,
-                allow_origins=allowed,
-                allow_methods=["*"],
-                allow_headers=["*"],
-                expose_headers=exposed,
-            ),
-        )
+        allowed: dict[str, Any] = {"allow_origins": list(settings.cors_origin), "allow_methods": ["*"]}
+        allowed |= {"allow_headers": ["*"], "expose_headers": [PLAN_HEADER, "Retry-After"]}
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))
     middleware.insert(0, Middleware(RequestLogger, running=host.calls, is_stopping=lambda: host.stopping))
     handlers = {HTTPException: _not_found, Exception: _failed}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from rekindle.core.request import Message, Options
 from rekindle.server.errors import ApiError
-from rekindle.server.schema import MAX_SALT, AgentBody, CacheBody, ChatMessage, RequestBody
+from rekindle.server.schema import MAX_SALT, AgentBody, CacheBody, ChatMessage, ChatOptions, DocumentText, RequestBody
 
 _Body = TypeVar("_Body", bound=RequestBody)
 NO_IMAGE = "[An image was left out: this model reads text.]"
@@ -106,7 +106,7 @@ def salt_of_refused(body: bytes) -> str | None:
 
 
 def cache_options(body: CacheBody, tenant: str) -> Options:
-    """Options of the request: tenant, salt, app, and whether KV is reused."""
+    """Options of the request that all protocols have: tenant, salt, app, and what stands under `rekindle`."""
     options: Options = {"tenant": tenant}
     if body.cache_salt is not None:
         options["cache_salt"] = body.cache_salt
@@ -114,7 +114,29 @@ def cache_options(body: CacheBody, tenant: str) -> Options:
         options["reuse"] = "off"
     if body.app_id:  # session_id, user and so on are not apps: nothing says when they end
         options |= {"app": body.app_id, "app_state": body.app_state}
+    own = getattr(body, "rekindle", None)
+    if own is not None and own.reuse is not None:
+        options.setdefault("reuse", own.reuse)
+    if isinstance(own, ChatOptions):
+        if own.answers is not None:
+            options["answers"] = own.answers
+        if own.documents and own.knowledge is not None:
+            raise ApiError(400, "rekindle: Give either documents or knowledge.", param="rekindle.knowledge")
+        options["documents"] = documents_of(own.documents or (), "rekindle.documents")
     return options
+
+
+def documents_of(given: Sequence[str | DocumentText], field: str) -> list[dict[str, str]]:
+    """Documents as the session takes them. Raises `ApiError` 400 that names an empty one."""
+    found = []
+    for number, item in enumerate(given):
+        text = item if isinstance(item, str) else item.content
+        if not text.strip():
+            message = "It has no text. Give one, as a text or as {'text': ..., 'title': ...}."
+            raise ApiError(400, f"{field}.{number}: {message}", param=f"{field}.{number}")
+        about = {} if isinstance(item, str) else item.model_dump(include={"title", "source"}, exclude_none=True)
+        found.append({"text": text, **about})
+    return found
 
 
 def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, length: ReplyLength) -> Options:
@@ -126,8 +148,6 @@ def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, lengt
         options["top_p"] = body.top_p
     if body.top_k:
         options["top_k"] = body.top_k
-    if body.rekindle is not None and body.rekindle.reuse is not None:
-        options.setdefault("reuse", body.rekindle.reuse)
     return options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import aclosing
@@ -12,21 +13,20 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from rekindle.core.reply import Reply, Reuse
-from rekindle.core.request import Request
+from rekindle.core.reply import Reply, Reuse, TextPiece
+from rekindle.core.request import Message, Request
 from rekindle.core.scope import Scope
 from rekindle.errors import ContextOverflow
 from rekindle.server.auth import Caller
 from rekindle.server.canonical import canonical_request
 from rekindle.server.errors import ApiError
-from rekindle.server.event_stream import EventStream, until_disconnect
 from rekindle.server.host import Host
-from rekindle.server.job import ChoiceEvent, Finished, Planned
-from rekindle.server.protocol import OPENAI, WireProtocol
-from rekindle.server.reply_parts import ReplyPart, reply_parts
-from rekindle.server.schema import CacheBody, RequestBody
+from rekindle.server.job import ChoiceEvent, Finished, Planned, ReplyPart, reply_parts
+from rekindle.server.protocol import OPENAI, EventStream, WireProtocol, until_disconnect
+from rekindle.server.schema import CacheBody, RequestBody, RetrievalOptions
 from rekindle.server.server_log import current_record
 from rekindle.server.service import Service
+from rekindle.session.ask import Prepared
 
 _Result = TypeVar("_Result")
 PAGE = 100
@@ -118,13 +118,13 @@ class Call:
         """The model's chat template."""
         return await self.in_thread(lambda: self.service.template)
 
-    async def begin(self, events: AsyncGenerator[ChoiceEvent, None]) -> tuple[Reuse, AsyncGenerator[ChoiceEvent, None]]:
-        """Wait until the first prompt is planned; its planned reuse, and the events that follow."""
-        try:
-            return await until_disconnect(self.http.receive, _first(events)), events
-        except BaseException:
-            await events.aclose()
-            raise
+    async def with_passages(self, request: Request, wanted: RetrievalOptions) -> Prepared:
+        """A chat with passages of the library for its last user message. Raises `ApiError` 400 if that is empty."""
+        said = [m.content for m in request.prompt if isinstance(m, Message) and m.role == "user"]
+        if not said or not said[-1].strip():
+            raise ApiError(400, "messages: No message of the user has text to search for.", param="messages")
+        session = self.service.session
+        return await self.in_thread(lambda: session.prepare_request(said[-1], request, wanted.top_k, wanted.retrieval))
 
     def parts(
         self, events: AsyncGenerator[ChoiceEvent, None], request: Request, count: int = 1
@@ -132,14 +132,19 @@ class Call:
         """The parts of `count` replies to a request, as they come."""
         return reply_parts(events, request, self.service.session.engine.tokenizer, count)
 
-    def stream(
+    async def stream(
         self,
-        items: AsyncGenerator[Mapping[str, Any], None],
-        planned: Reuse,
         events: AsyncGenerator[ChoiceEvent, None],
+        write: Callable[[Reuse], AsyncGenerator[Mapping[str, Any], None]],
     ) -> Response:
-        """Items made of events, as a stream of the protocol."""
-        return EventStream(self.protocol, items, plan_header(planned), events, self.failed)
+        """A stream of the protocol, begun when the first prompt is planned: `write` makes its items of the events that
+        follow, and gets the planned reuse."""
+        try:
+            planned = await until_disconnect(self.http.receive, _first(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventStream(self.protocol, write(planned), plan_header(planned), events, self.failed)
 
     def failed(self, outcome: str) -> None:
         """Count a request that ended without a reply: disconnected, 4xx, 5xx."""
@@ -179,3 +184,32 @@ async def _collected(events: AsyncGenerator[ChoiceEvent, None], count: int) -> t
                 replies[item.choice] = item.event.reply
     ordered = [replies[number] for number in range(count)]
     return ordered[0].reuse, ordered
+
+
+async def answer_prepared(
+    call: Call, body: CacheBody, prepared: Prepared, started: float
+) -> AsyncGenerator[ChoiceEvent, None]:
+    """Answer a question whose passages were found; `started` is when it came (`time.perf_counter`)."""
+    if prepared.given:
+        events = _stored_answer(call, body, prepared)
+    else:
+        events = call.service.answer([prepared.request], call.caller, body, prepared)
+    async with aclosing(events):
+        async for item in events:
+            if isinstance(item.event, Finished) and prepared.consulted is not None:
+                seconds = time.perf_counter() - started
+                call.service.session.answers.keep(prepared.consulted, item.event.reply, seconds)
+            yield item
+
+
+async def _stored_answer(call: Call, body: CacheBody, prepared: Prepared) -> AsyncGenerator[ChoiceEvent, None]:
+    """The events of a stored answer: no model runs."""
+    reply, service = prepared.given, call.service
+    assert reply is not None
+    if service.idle_thread is not None:  # its own answer is found later
+        service.idle_thread.arrive(prepared.request)
+        service.idle_thread.leave()
+    record = service.begin(prepared.request, call.caller, body, prepared)
+    for event in (Planned(reply.reuse), TextPiece(reply.text), Finished(reply)):
+        service.record(record, event)
+        yield ChoiceEvent(0, event)

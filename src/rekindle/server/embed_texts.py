@@ -1,22 +1,41 @@
-"""Vectors of texts, for the endpoints of all protocols."""
+"""/v1/embeddings, and vectors of texts for the endpoints of all protocols."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from starlette.responses import JSONResponse, Response
 
 from rekindle.engine.embedding.embedder import Embeddings
 from rekindle.errors import nearest
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
-from rekindle.server.event_stream import until_disconnect
-from rekindle.server.schema import MAX_TEXTS
+from rekindle.server.protocol import until_disconnect
+from rekindle.server.schema import MAX_TEXTS, EmbeddingsRequest
 from rekindle.session.session import Session
+
+
+async def answer_embeddings(call: Call, body: EmbeddingsRequest) -> Response:
+    """Vectors of texts."""
+    model = check_embedder(call, body.model)
+    found = await embed_texts(call, body.input)
+    data = [
+        {"object": "embedding", "index": number, "embedding": _encoded(vector, body.encoding_format)}
+        for number, vector in enumerate(narrowed(found.vectors, body.dimensions))
+    ]
+    usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
+    about = {"truncated": found.truncated, "ignored": body.ignored()}
+    return JSONResponse({"object": "list", "data": data, "model": model, "usage": usage, "rekindle": about})
+
+
+def _encoded(vector: NDArray[np.float32], form: str) -> list[float] | str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else vector.tolist()
 
 
 def check_embedder(call: Call, name: str | None) -> str:

@@ -13,8 +13,7 @@ import time
 from rekindle.core.request import Request
 from rekindle.core.scope import scope_of
 from rekindle.errors import RekindleError
-from rekindle.idle.idle import Idle, IdleOptions
-from rekindle.idle.idle_calibration import IdleCalibration
+from rekindle.idle.idle import Idle, IdleCalibration, IdleOptions
 from rekindle.session.session import Session
 
 log = logging.getLogger("rekindle.idle")

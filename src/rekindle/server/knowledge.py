@@ -18,10 +18,10 @@ from rekindle.knowledge.ingest import IngestProgress, IngestResult, parse_docume
 from rekindle.knowledge.library import DocumentEntry, Library
 from rekindle.knowledge.retrieve import Hit
 from rekindle.knowledge.salvage import Loss
-from rekindle.server.call import Call, plan_header
+from rekindle.server.body import documents_of
+from rekindle.server.call import Call, answer_prepared, plan_header
 from rekindle.server.job import ChoiceEvent, Finished
-from rekindle.server.openai.request import ask_options, documents_of
-from rekindle.server.openai.response import usage_of
+from rekindle.server.openai.translate import ask_options, usage_of
 from rekindle.server.reply_fields import (
     new_id,
     rekindle_of,
@@ -32,7 +32,6 @@ from rekindle.server.reply_fields import (
     warnings_of,
 )
 from rekindle.server.schema import AskRequest, DocumentsRequest, LibraryCheckRequest, SearchRequest
-from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
 
 
@@ -46,8 +45,7 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     events = answer_prepared(call, body, prepared, started)
     head = {"id": new_id("answer"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
-        first, rest = await call.begin(events)
-        return call.stream(_chunks(head, prepared, rest, call.ignored(body)), first, rest)
+        return await call.stream(events, lambda _: _chunks(head, prepared, events, call.ignored(body)))
     planned, (reply,) = await call.collect(events, 1)
     fields = {"question": body.question, "answer": reply.text, "sources": sources_of(prepared)}
     ended = _ended(reply, prepared, call.ignored(body))

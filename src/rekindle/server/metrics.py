@@ -8,7 +8,7 @@ see all lines, and those of the whole machine.
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -136,20 +136,15 @@ class _Machine:
         yield _gauge("rekindle_running_requests", "Requests being answered.", running)
         yield _gauge("rekindle_queued_requests", "Requests waiting in the queue.", waiting)
         yield _counter("rekindle_refused_requests", "Requests refused because the queue was full.", refused)
-        loaded = GaugeMetricFamily("rekindle_model_loaded", "1 while a model is in memory, else 0.", labels=["model"])
         in_memory = {service.model for service in services if not service.session.resting}
-        for name in self._models:
-            loaded.add_metric([name], float(name in in_memory))
-        yield loaded
+        loaded = {name: float(name in in_memory) for name in self._models}
+        yield _gauges("rekindle_model_loaded", "1 while a model is in memory, else 0.", "model", loaded)
         writers = [cache.writer for cache in caches if cache.writer is not None]
         if writers:
             backlog = sum(writer.backlog for writer in writers)
             yield _gauge("rekindle_write_backlog", "Jobs waiting to be written to the cache.", backlog)
-            kept = CounterMetricFamily("rekindle_write_jobs", "Write jobs, by outcome.", labels=["outcome"])
             outcomes: Counts[str] = sum((Counts(writer.outcomes) for writer in writers), Counts())
-            for outcome, count in sorted(outcomes.items()):
-                kept.add_metric([outcome], count)
-            yield kept
+            yield _counters("rekindle_write_jobs", "Write jobs, by outcome.", "outcome", dict(sorted(outcomes.items())))
         if stores := [cache.store for cache in caches if cache.store is not None]:
             yield from _of_stores(stores)
 
@@ -157,45 +152,38 @@ class _Machine:
 def _of_stores(stores: Sequence[TieredStore]) -> Iterable[Metric]:
     """Those of the cache: one folder, which each model's store opens with memory of its own."""
     disk, used = stores[0].disk, report.used_bytes(stores[0].disk)
-    memory = sum(store.memory.size_bytes for store in stores), sum(store.memory.limit_bytes for store in stores)
-    held = GaugeMetricFamily("rekindle_cache_bytes", "Size of a tier of the cache.", labels=["tier"])
-    limits = GaugeMetricFamily("rekindle_cache_limit_bytes", "Limit of a tier of the cache.", labels=["tier"])
-    for tier, size, limit in (("memory", *memory), ("disk", used, disk.room.limit_bytes(used))):
-        held.add_metric([tier], size)
-        limits.add_metric([tier], limit)
-    evicted = CounterMetricFamily("rekindle_evicted_bytes", "Evicted from disk, by reason.", labels=["reason"])
-    for reason in ("new", "limit", "expired", "killed"):
-        evicted.add_metric([reason], sum(store.disk.room.evicted_bytes[reason] for store in stores))
-    yield from (held, limits, evicted)
+    held = {"memory": sum(store.memory.size_bytes for store in stores), "disk": used}
+    limits = {"memory": sum(store.memory.limit_bytes for store in stores), "disk": disk.room.limit_bytes(used)}
+    yield _gauges("rekindle_cache_bytes", "Size of a tier of the cache.", "tier", held)
+    yield _gauges("rekindle_cache_limit_bytes", "Limit of a tier of the cache.", "tier", limits)
+    reasons = ("new", "limit", "expired", "killed")
+    evicted = {reason: sum(store.disk.room.evicted_bytes[reason] for store in stores) for reason in reasons}
+    yield _counters("rekindle_evicted_bytes", "Evicted from disk, by reason.", "reason", evicted)
     lately = report.written(disk, stores[0].settings.write_budget_bytes)
-    written = GaugeMetricFamily("rekindle_written_bytes", "Written to disk lately.", labels=["window"])
-    written.add_metric(["hour"], lately["written_hour_bytes"])
-    written.add_metric(["day"], lately["written_day_bytes"])
-    yield written
+    written = {window: lately[f"written_{window}_bytes"] for window in ("hour", "day")}
+    yield _gauges("rekindle_written_bytes", "Written to disk lately.", "window", written)
     if lately["write_budget_left_bytes"] is not None:
         left = lately["write_budget_left_bytes"]
         yield _gauge("rekindle_write_budget_left_bytes", "What may be written to disk now.", left)
     yield from _of_shared(stores)
     quarantined = sum(store.counts.quarantined for store in stores)
     yield _counter("rekindle_quarantined", "Entries quarantined because they were damaged.", quarantined)
-    failures = CounterMetricFamily("rekindle_cache_failures", "Reads and writes that failed.", labels=["kind"])
-    failures.add_metric(["read"], sum(store.counts.read_failures for store in stores))
-    failures.add_metric(["write"], sum(store.counts.write_failures for store in stores))
-    yield failures
+    reads, writes = ([getattr(store.counts, name) for store in stores] for name in ("read_failures", "write_failures"))
+    failures = {"read": sum(reads), "write": sum(writes)}
+    yield _counters("rekindle_cache_failures", "Reads and writes that failed.", "kind", failures)
 
 
 def _of_shared(stores: Sequence[TieredStore]) -> Iterable[Metric]:
     """Those of the shared tiers, which each model's store asks for itself."""
-    if not stores[0].shared.tiers:
+    tiers = {same[0].name: same for same in zip(*(store.shared.tiers for store in stores), strict=True)}
+    if not tiers:
         return
-    up = GaugeMetricFamily("rekindle_tier_up", "1 if a shared tier answered the last time.", labels=["tier"])
-    failed = CounterMetricFamily("rekindle_tier_failures", "Questions without an answer.", labels=["tier"])
-    put = CounterMetricFamily("rekindle_tier_written_bytes", "Written to a shared tier.", labels=["tier"])
-    for same in zip(*(store.shared.tiers for store in stores), strict=True):
-        up.add_metric([same[0].name], float(all(tier.answers for tier in same)))
-        failed.add_metric([same[0].name], sum(tier.counts.failures for tier in same))
-        put.add_metric([same[0].name], sum(tier.counts.written_bytes for tier in same))
-    yield from (up, failed, put)
+    up = {name: float(all(tier.answers for tier in same)) for name, same in tiers.items()}
+    yield _gauges("rekindle_tier_up", "1 if a shared tier answered the last time.", "tier", up)
+    failed = {name: sum(tier.counts.failures for tier in same) for name, same in tiers.items()}
+    yield _counters("rekindle_tier_failures", "Questions without an answer.", "tier", failed)
+    put = {name: sum(tier.counts.written_bytes for tier in same) for name, same in tiers.items()}
+    yield _counters("rekindle_tier_written_bytes", "Written to a shared tier.", "tier", put)
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:
@@ -204,3 +192,17 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 def _counter(name: str, help: str, value: float) -> Metric:
     return CounterMetricFamily(name, help, value=float(value))
+
+
+def _gauges(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+    return _labelled(GaugeMetricFamily(name, help, labels=[label]), values)
+
+
+def _counters(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+    return _labelled(CounterMetricFamily(name, help, labels=[label]), values)
+
+
+def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

@@ -35,11 +35,18 @@ _TEXT: Schema = {"type": "string"}
 _FLAG: Schema = {"type": "boolean"}
 _NUMBER: Schema = {"type": "number"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
+
+
+def _texts(names: str) -> dict[str, Schema]:
+    return dict.fromkeys(names.split(), _TEXT)
+
+
+def _counts(names: str) -> dict[str, Schema]:
+    return dict.fromkeys(names.split(), _COUNT)
+
+
 _USAGE = _object(
-    prompt_tokens=_COUNT,
-    completion_tokens=_COUNT,
-    total_tokens=_COUNT,
-    prompt_tokens_details=_object(cached_tokens=_COUNT),
+    **_counts("prompt_tokens completion_tokens total_tokens"), prompt_tokens_details=_object(cached_tokens=_COUNT)
 )
 _TIMINGS = _object(cache_n=_COUNT, prompt_n=_COUNT, prompt_ms=_NUMBER, predicted_n=_COUNT, predicted_ms=_NUMBER)
 _REUSED = _object(
@@ -59,15 +66,7 @@ _STATS = {"usage": _USAGE, "timings": _TIMINGS, "rekindle": _REUSED}
 _MODEL = _object(id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT, capabilities=_list(_TEXT))
 _APP = {"id": _TEXT, "state": _TEXT, "requests": _COUNT, "seen": _NUMBER}
 _RANK = _or_null({"type": "integer", "minimum": 1})
-_DOCUMENT = {
-    "name": _TEXT,
-    "source": _TEXT,
-    "title": _TEXT,
-    "app": _or_null(_TEXT),
-    "chunks": _COUNT,
-    "characters": _COUNT,
-    "added": _NUMBER,
-}
+_DOCUMENT = {**_texts("name source title"), "app": _or_null(_TEXT), **_counts("chunks characters"), "added": _NUMBER}
 _PASSAGE = {"document": _TEXT, "source": _TEXT, "title": _TEXT, "text": _TEXT, "score": _NUMBER}
 _RETRIEVED = _object(method=_TEXT, ms=_NUMBER, left_out=_COUNT)
 _LOST = _object(at=_NUMBER, documents=_COUNT, passages=_COUNT, names=_list(_TEXT))
@@ -114,18 +113,10 @@ RESPONSES: dict[str, Schema] = {
         rekindle=_REUSED,
     ),
     "answer_messages": _object(
-        id=_TEXT,
-        type=_TEXT,
-        role=_TEXT,
-        model=_TEXT,
+        **_texts("id type role model"),
         content=_list(_object(type=_TEXT)),
         stop_reason=_TEXT,
-        usage=_object(
-            input_tokens=_COUNT,
-            cache_creation_input_tokens=_COUNT,
-            cache_read_input_tokens=_COUNT,
-            output_tokens=_COUNT,
-        ),
+        usage=_object(**_counts("input_tokens cache_creation_input_tokens cache_read_input_tokens output_tokens")),
         rekindle=_REUSED,
     ),
     "count_tokens": _object(input_tokens=_COUNT),
@@ -161,12 +152,7 @@ RESPONSES: dict[str, Schema] = {
     ),
     "add_documents": _object(
         data=_list(_object(**_DOCUMENT)),
-        added=_COUNT,
-        changed=_COUNT,
-        unchanged=_COUNT,
-        passages=_COUNT,
-        embedded=_COUNT,
-        truncated=_COUNT,
+        **_counts("added changed unchanged passages embedded truncated"),
         problems=_list(_object(source=_TEXT, reason=_TEXT)),
         ms=_NUMBER,
     ),
@@ -184,14 +170,7 @@ RESPONSES: dict[str, Schema] = {
     "list_models": _object(object=_TEXT, data=_list(_MODEL)),
     "show_model": _MODEL,
     "load_adapter": _object(
-        status=_TEXT,
-        name=_TEXT,
-        digest=_TEXT,
-        scale=_NUMBER,
-        rank=_COUNT,
-        size_bytes=_COUNT,
-        same_layers=_COUNT,
-        memory_bytes=_COUNT,
+        **_texts("status name digest"), scale=_NUMBER, **_counts("rank size_bytes same_layers memory_bytes")
     ),
     "unload_adapter": _object(status=_TEXT, name=_TEXT),
     "tokenize": _object(
@@ -219,25 +198,10 @@ RESPONSES: dict[str, Schema] = {
 }
 
 
+_DESCRIPTION = "A server for clients of OpenAI, Anthropic, Ollama and llama.cpp."
 _REF = "#/components/schemas/{model}"
-_OPENAI_ERROR: Schema = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _ERRORS = {
-    "OpenAI": _OPENAI_ERROR,
+    "OpenAI": _object(error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))),
     "Anthropic": _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT)),
     "Ollama": _object(error=_TEXT),
     "LlamaCpp": _object(error=_object(code=_COUNT, message=_TEXT, type=_TEXT)),
@@ -254,17 +218,10 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Rekindle",
-            "version": __version__,
-            "description": "A server for clients of OpenAI, Anthropic, Ollama and llama.cpp.",
-        },
+        "info": {"title": "Rekindle", "version": __version__, "description": _DESCRIPTION},
         "paths": paths,
         "components": {
-            "schemas": {
-                **schemas.get("$defs", {}),
-                **{f"{name}Error": schema for name, schema in _ERRORS.items()},
-            },
+            "schemas": schemas.get("$defs", {}) | {f"{name}Error": schema for name, schema in _ERRORS.items()},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

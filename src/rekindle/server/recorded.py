@@ -13,8 +13,8 @@ from rekindle.server.anthropic.translate import messages_request, translate_chat
 from rekindle.server.body import ReplyLength, parse
 from rekindle.server.ollama.schema import OllamaChatRequest
 from rekindle.server.ollama.translate import chat_request as ollama_request
-from rekindle.server.openai.request import chat_request
 from rekindle.server.openai.responses_request import ResponsesRequest, responses_request, translate_input
+from rekindle.server.openai.translate import chat_request
 from rekindle.server.schema import ChatRequest
 
 # What only one protocol has, in the body, in a message or one of its parts, or in a tool.

@@ -13,11 +13,11 @@ from rekindle.server import admin, knowledge, models
 from rekindle.server.anthropic.messages import ANTHROPIC, answer_messages, count_tokens
 from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.server.call import MAX_PAGE, PAGE
-from rekindle.server.llamacpp import slots
-from rekindle.server.llamacpp.native_completion import answer_infill, answer_native_completion
+from rekindle.server.embed_texts import answer_embeddings
+from rekindle.server.llamacpp import native
+from rekindle.server.llamacpp.native import LLAMACPP
 from rekindle.server.llamacpp.schema import ApplyTemplateRequest, InfillRequest, NativeCompletionRequest
-from rekindle.server.llamacpp.wire import LLAMACPP
-from rekindle.server.ollama import model_files, model_info, replies, vectors
+from rekindle.server.ollama import model_info, replies
 from rekindle.server.ollama.schema import (
     EmbedRequest,
     GenerateRequest,
@@ -26,10 +26,9 @@ from rekindle.server.ollama.schema import (
     OllamaChatRequest,
     PullRequest,
 )
-from rekindle.server.ollama.wire import OLLAMA
+from rekindle.server.ollama.translate import OLLAMA
 from rekindle.server.openai.chat import answer_chat
 from rekindle.server.openai.completions import answer_completion
-from rekindle.server.openai.embeddings import answer_embeddings
 from rekindle.server.openai.responses import RESPONSES_API, answer_responses
 from rekindle.server.openai.responses_request import ResponsesRequest
 from rekindle.server.page import views
@@ -116,21 +115,23 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/messages/count_tokens", count_tokens, CountTokensRequest, protocol=ANTHROPIC),
     Endpoint("POST", "/api/chat", replies.answer_ollama_chat, OllamaChatRequest, streams=True, protocol=OLLAMA),
     Endpoint("POST", "/api/generate", replies.answer_generate, GenerateRequest, streams=True, protocol=OLLAMA),
-    Endpoint("POST", "/api/embed", vectors.answer_embed, EmbedRequest, protocol=OLLAMA, needs="default"),
+    Endpoint("POST", "/api/embed", replies.answer_embed, EmbedRequest, protocol=OLLAMA, needs="default"),
     Endpoint(
-        "POST", "/api/embeddings", vectors.answer_old_embeddings, OldEmbeddingsRequest, protocol=OLLAMA, needs="default"
+        "POST", "/api/embeddings", replies.answer_old_embeddings, OldEmbeddingsRequest, protocol=OLLAMA, needs="default"
     ),
     Endpoint("GET", "/api/tags", model_info.list_tags, protocol=OLLAMA, needs="nothing"),
     Endpoint("POST", "/api/show", model_info.show_tag, ModelBody, protocol=OLLAMA, needs="nothing"),
     Endpoint("GET", "/api/ps", model_info.list_running, protocol=OLLAMA, needs="nothing"),
     Endpoint("GET", "/api/version", model_info.show_version, protocol=OLLAMA, needs="nothing"),
-    Endpoint("POST", "/api/pull", model_files.pull_model, PullRequest, streams=True, protocol=OLLAMA, needs="nothing"),
-    Endpoint("DELETE", "/api/delete", model_files.delete_model, ModelBody, protocol=OLLAMA, needs="nothing"),
-    Endpoint("POST", "/completion", answer_native_completion, NativeCompletionRequest, streams=True, protocol=LLAMACPP),
-    Endpoint("POST", "/infill", answer_infill, InfillRequest, streams=True, protocol=LLAMACPP),
-    Endpoint("GET", "/props", slots.show_props, protocol=LLAMACPP, needs="default"),
-    Endpoint("GET", "/slots", slots.list_slots, protocol=LLAMACPP, needs="default"),
-    Endpoint("POST", "/apply-template", slots.apply_template, ApplyTemplateRequest, protocol=LLAMACPP),
+    Endpoint("POST", "/api/pull", model_info.pull_model, PullRequest, streams=True, protocol=OLLAMA, needs="nothing"),
+    Endpoint("DELETE", "/api/delete", model_info.delete_model, ModelBody, protocol=OLLAMA, needs="nothing"),
+    Endpoint(
+        "POST", "/completion", native.answer_native_completion, NativeCompletionRequest, streams=True, protocol=LLAMACPP
+    ),
+    Endpoint("POST", "/infill", native.answer_infill, InfillRequest, streams=True, protocol=LLAMACPP),
+    Endpoint("GET", "/props", native.show_props, protocol=LLAMACPP, needs="default"),
+    Endpoint("GET", "/slots", native.list_slots, protocol=LLAMACPP, needs="default"),
+    Endpoint("POST", "/apply-template", native.apply_template, ApplyTemplateRequest, protocol=LLAMACPP),
     Endpoint("GET", "/v1/models", models.list_models, needs="nothing"),
     Endpoint("GET", "/v1/models/{name:path}", models.show_model, needs="nothing"),
     Endpoint("POST", "/v1/load_lora_adapter", models.load_adapter, LoadAdapterRequest),

@@ -17,8 +17,7 @@ from functools import cached_property
 
 from rekindle.answers.ask_terms import AskTerms
 from rekindle.answers.bank import AnswerBank, BankLookup, BankQuestion, SimilarQuestion
-from rekindle.answers.bank_rows import AnswerText
-from rekindle.answers.given import given_stored
+from rekindle.answers.bank_rows import AnswerText, given_stored
 from rekindle.core.reply import QuestionOrigin, Reply, StoredAnswer
 from rekindle.core.request import MAX_DRAFTS, AnswersWay, Request, ReuseLevel
 from rekindle.core.size import parse_limit

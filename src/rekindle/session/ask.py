@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rekindle.answers.ask_terms import AskTerms
-from rekindle.answers.given import given_reply, given_sources
+from rekindle.answers.bank_rows import given_reply, given_sources
 from rekindle.cache.prefill import IsCancelled
 from rekindle.core.keys import token_bytes
 from rekindle.core.reply import Answer, AnswerSource, Reply, TextPiece

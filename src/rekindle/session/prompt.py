@@ -19,7 +19,7 @@ from rekindle.engine.base import Engine
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import ContextOverflow, InvalidPrompt
 from rekindle.settings import Settings
-from rekindle.text.base import ReplayedChat, WrittenReply
+from rekindle.text.base import ReplayedChat, TemplateOptions, WrittenReply
 
 _HEADER_TOKENS = 32  # of a prompt, in which the template says who speaks next
 
@@ -95,11 +95,11 @@ def _encode_chat(engine: Engine, messages: list[Message], request: Request, writ
 def _encode_messages(
     engine: Engine, messages: list[Message], request: Request, written: OwnReplies | None, room: int
 ) -> ReplayedChat:
-    tokenizer, tools, think = engine.tokenizer, request.tools, request.think
+    how: TemplateOptions = {"tools": request.tools, "think": request.think, "token_limit": room}
     found = {} if written is None else written.standing_for(messages)
     if found:
-        return tokenizer.encode_replayed(messages, found, tools=tools, think=think, token_limit=room)
-    return ReplayedChat(tokenizer.encode_chat(messages, tools=tools, think=think, token_limit=room))
+        return engine.tokenizer.encode_replayed(messages, found, **how)
+    return ReplayedChat(engine.tokenizer.encode_chat(messages, **how))
 
 
 def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -> PromptTokens:

@@ -27,10 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle.answers.ask_terms import asking
 from rekindle.apps import Apps
+from rekindle.cache.checkpoint_kv import CheckpointKv
+from rekindle.cache.coders import quantized_coder
 from rekindle.cache.explain import Explanation, Prompt
 from rekindle.cache.lookup import CacheLookup
+from rekindle.cache.open_store import open_store
 from rekindle.cache.prefill import IsCancelled
-from rekindle.cache.prefix_cache import Prefetch, PromptPrefill
+from rekindle.cache.prefix_cache import Prefetch, PrefixCache, PromptPrefill
+from rekindle.cache.stored_kv import StoredKv
+from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.core.reply import Answer, Reply, Reuse, TextPiece
 from rekindle.core.request import Message, MessageLike, Options, PromptLike, Request, as_messages, as_prompts
 from rekindle.core.scope import scope_of
@@ -62,7 +67,6 @@ from rekindle.session.generate import Generation, decode
 from rekindle.session.keep_alive import KeepAlive
 from rekindle.session.library import Forgotten, Knowledge, purging, quote_of
 from rekindle.session.model_memo import AnsweringModel, ModelMemo
-from rekindle.session.open_cache import open_cache
 from rekindle.session.prompt import EncodedPrompts, PromptTokens, WrittenReplies, encode_prompt
 from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
 from rekindle.session.session_group import SessionGroup
@@ -543,3 +547,16 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self._engine.name if self._engine else 'closed'}>"
+
+
+def open_cache(engine: Engine, settings: Settings, adapters: LoraManager) -> PrefixCache:
+    """Raises `InvalidSetting`, and `CacheUnusable` for a folder that was named."""
+    can = engine.capabilities
+    store = open_store(settings, share=1.0 if can.crowded else 0.5, quantized=quantized_coder(engine, settings))
+    kv = (StoredKv if can.spans else CheckpointKv)(engine, settings, store)
+    chunks = ChunkPrefill(kv, settings)
+    if settings.origin is None:
+        return PrefixCache(kv, settings, adapters, chunks)
+    from rekindle.remote.remote_kv import RemoteKv  # what checks signatures is not always installed
+
+    return PrefixCache(kv, settings, adapters, chunks, RemoteKv(chunks, settings))

@@ -17,8 +17,7 @@ from weakref import WeakKeyDictionary
 
 from rekindle.cache.prefix_cache import PrefixCache
 from rekindle.core.size import Limit, human_bytes, parse_limit
-from rekindle.engine.base import Engine
-from rekindle.engine.context_length import Reserve
+from rekindle.engine.base import Engine, Reserve
 from rekindle.engine.threaded_job import stop_if
 from rekindle.errors import Closed, OutOfMemory
 from rekindle.session.library import Knowledge, purging

@@ -15,8 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rekindle.answers.ask_terms import AskTerms, asking
-from rekindle.answers.bank_rows import BankEntry, answered_wordings, note_given, same_wording
-from rekindle.answers.given import given_reply, given_sources, given_stored
+from rekindle.answers.bank_rows import (
+    BankEntry,
+    answered_wordings,
+    given_reply,
+    given_sources,
+    given_stored,
+    note_given,
+    same_wording,
+)
 from rekindle.core.reply import Answer
 from rekindle.core.request import Request
 from rekindle.core.scope import scope_of

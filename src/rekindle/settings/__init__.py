@@ -24,7 +24,7 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +51,9 @@ GROUPS = {
     "commands": "Commands",
 }
 API_KEYS_VARIABLE = f"{PREFIX}API_KEYS"  # keys are secrets: never in `rekindle.toml`, so they are no setting
+(_model, _cache, _chunks, _library, _answers, _remote, _retention, _serving, _server, _idle, _commands) = (
+    partial(setting, group) for group in GROUPS
+)
 _OTHER_VARIABLES = (f"{PREFIX}HOME", f"{PREFIX}CONFIG", API_KEYS_VARIABLE)
 
 
@@ -86,273 +89,220 @@ class _Loadable:
 class Settings(_Loadable):
     """What can be chosen about a session. Make one with `Settings.load`: the constructor takes its values unchecked."""
 
-    engine: Literal["auto", "hf", "llamacpp", "onnx"] = setting(
-        "model",
+    engine: Literal["auto", "hf", "llamacpp", "onnx"] = _model(
         "auto",
         "The engine: hf (Hugging Face transformers), llamacpp (llama.cpp), onnx (ONNX Runtime), auto (onnx for ONNX "
         "graphs, llamacpp for GGUF files and models of Ollama, hf for the rest; the other one of these two if that is "
         "not installed).",
     )
-    device: str = setting(
-        "model",
+    device: str = _model(
         "auto",
         "Where the model runs: auto, cpu, cuda, cuda:1, mps; for llamacpp auto, cpu, gpu; for onnx auto (CPU) or an "
         "execution provider that `rekindle doctor` lists.",
     )
-    dtype: str = setting(
-        "model",
+    dtype: str = _model(
         "auto",
         "hf: the dtype of weights and KV: auto, float32, bfloat16, float16; onnx: the precision of the graph: auto, "
         "float32, float16, int4.",
     )
-    context: int | None = setting(
-        "model",
+    context: int | None = _model(
         None,
         "Maximum number of tokens of context; none: all that the model has, as far as their KV fits half of the memory "
         "that is free when it is loaded.",
         anywhere=True,
     )
-    threads: int | None = setting("model", None, "llamacpp, onnx: number of threads; none: one per core.")
-    gpu_layers: int | None = setting(
-        "model", None, "llamacpp: number of layers on the GPU; none: all, if there is one."
-    )
-    llama_library: str | None = setting(
-        "model",
+    threads: int | None = _model(None, "llamacpp, onnx: number of threads; none: one per core.")
+    gpu_layers: int | None = _model(None, "llamacpp: number of layers on the GPU; none: all, if there is one.")
+    llama_library: str | None = _model(
         None,
         "llamacpp: your own build of llama.cpp's library (libllama.so), for CUDA, Metal or Vulkan; none: the one that "
         "came with rekindle[llamacpp].",
         kind=a_path("a file"),
     )
-    flash_attention: Literal["auto", "on", "off"] = setting(
-        "model",
+    flash_attention: Literal["auto", "on", "off"] = _model(
         "auto",
         "llamacpp: flash attention: on, off, auto (on for GPUs and quantized KV; off for CPUs, where a few tokens "
         "after many are slower with it).",
     )
-    kv_type: str = setting("model", "f16", "llamacpp: the dtype of KV: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0.")
-    kv_tokens: int | None = setting(
-        "model",
+    kv_type: str = _model("f16", "llamacpp: the dtype of KV: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0.")
+    kv_tokens: int | None = _model(
         None,
         "llamacpp: number of tokens that its KV buffer holds, for all contexts together; none: one context and 4096.",
     )
-    swa_full: bool = setting(
-        "model",
+    swa_full: bool = _model(
         True,
         "llamacpp: of layers with a sliding window, keep the KV of all tokens, which is then reused by the token; "
         "false: only that in the window, which takes less memory and is reused by checkpoint.",
     )
-    batch_tokens: int = setting("model", 2048, "llamacpp, onnx: maximum number of tokens in a batch.")
-    micro_batch_tokens: int = setting("model", 512, "llamacpp: maximum number of tokens computed at once.")
-    adapter: str | None = setting(
-        "model",
+    batch_tokens: int = _model(2048, "llamacpp, onnx: maximum number of tokens in a batch.")
+    micro_batch_tokens: int = _model(512, "llamacpp: maximum number of tokens computed at once.")
+    adapter: str | None = _model(
         None,
         "The LoRA adapter that the model answers with: a name known from `rekindle adapters`, NAME=PATH, or "
         "NAME=PATH,scale=0.5; none: the model alone.",
     )
-    deterministic: bool = setting(
-        "model", False, "Cut cold and warm prefills into the same pieces, so that their logits are bit-equal."
+    deterministic: bool = _model(
+        False, "Cut cold and warm prefills into the same pieces, so that their logits are bit-equal."
     )
-    keep_reply_tokens: bool = setting(
-        "model",
-        False,
-        "In chats, use the tokens that the model generated for its replies, with thoughts and tool calls.",
+    keep_reply_tokens: bool = _model(
+        False, "In chats, use the tokens that the model generated for its replies, with thoughts and tool calls."
     )
-    cache: str | None = setting(
-        "cache",
+    cache: str | None = _cache(
         None,
         "The folder of the cache; none: the user's own cache folder; off: no cache at all.",
         kind=a_path("a folder, or off"),
     )
-    reuse: Literal["exact", "quantized", "approximate", "off"] = setting(
-        "cache",
+    reuse: Literal["exact", "quantized", "approximate", "off"] = _cache(
         "exact",
         "What may be reused: exact (same tokens, same bits), quantized (KV kept with fewer bits: nearly the same), "
         "approximate (also text of other prompts, wherever it is, partly recomputed), off (compute everything, keep "
         "nothing). Every reply says what was really done.",
     )
-    codec: Literal["auto", "raw", "q8", "q5", "q4", "q3"] = setting(
-        "cache",
+    codec: Literal["auto", "raw", "q8", "q5", "q4", "q3"] = _cache(
         "auto",
         "How KV is coded on disk: auto (KV of an adapter as a difference from the base model's, without loss; under "
         "quantized all of it, with the bits that were calibrated for the model), raw (never), q8, q5, q4, q3 "
         "(under quantized: about this many bits a number).",
     )
-    memory_limit: str = setting(
-        "cache",
-        "5%",
-        "How much KV is held in memory: bytes, 512MB, or 10% of all memory.",
-        kind=a_size("512MB, 10%"),
+    memory_limit: str = _cache(
+        "5%", "How much KV is held in memory: bytes, 512MB, or 10% of all memory.", kind=a_size("512MB, 10%")
     )
-    disk_limit: str = setting(
-        "cache",
+    disk_limit: str = _cache(
         "10%",
         "How much the cache takes on disk: bytes, 20GB, or 10% of what is free or already the cache's.",
         kind=a_size("20GB, 10%"),
     )
-    tiers: str = setting(
-        "cache",
+    tiers: str = _cache(
         "memory > disk",
         "Where KV is kept, the nearest first: memory > disk, and behind them shared tiers, which several servers use: "
         "redis, s3. Each has its limit: memory_limit, disk_limit, redis_limit, s3_limit.",
         kind=tier_order("memory > disk", "memory > disk > redis", "memory > disk > s3", "memory > disk > redis > s3"),
     )
-    redis: str = setting(
-        "cache",
+    redis: str = _cache(
         "redis://127.0.0.1:6379/0",
         "tiers: the address of a Redis or Valkey server: redis://HOST:PORT/DATABASE, or rediss:// with TLS.",
     )
-    redis_limit: str = setting(
-        "cache",
+    redis_limit: str = _cache(
         "1GB",
         "How much of the server's memory the cache takes; what was not used for longest leaves. The server's own limit "
         "holds as well.",
         kind=a_size("1GB"),
     )
-    s3: str | None = setting(
-        "cache",
+    s3: str | None = _cache(
         None,
         "tiers: the bucket: s3://BUCKET/PREFIX. Keys, region and endpoint are those of the environment: "
         "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL.",
     )
-    s3_limit: str = setting(
-        "cache",
-        "100GB",
-        "How much the cache takes in the bucket; what was written first leaves.",
-        kind=a_size("100GB"),
+    s3_limit: str = _cache(
+        "100GB", "How much the cache takes in the bucket; what was written first leaves.", kind=a_size("100GB")
     )
-    tier_secret: str | None = setting(
-        "cache",
+    tier_secret: str | None = _cache(
         None,
         "The file with the secret that KV on shared tiers is encrypted with; all servers that share KV need the same. "
         "Make one: rekindle origin key --secret FILE.",
         kind=a_path("a file"),
     )
-    tenant: str = setting("cache", "local", "Whose KV it is: tenants never share any.")
-    cache_salt: str = setting("cache", "", "KV is shared only where this text is the same.")
-    recompute_budget: float | None = setting(
-        "chunks",
+    tenant: str = _cache("local", "Whose KV it is: tenants never share any.")
+    cache_salt: str = _cache("", "KV is shared only where this text is the same.")
+    recompute_budget: float | None = _chunks(
         None,
         "The share that is recomputed under approximate of the tokens of passages whose context has changed; none: "
         "what was calibrated, else a safe share.",
     )
-    library: str | None = setting(
-        "library",
+    library: str | None = _library(
         None,
         "The folder of ingested documents; none: beside the cache if its folder is named (DIR-library), else "
         "`knowledge` in the user's folder of data.",
         kind=a_path("a folder"),
     )
-    library_limit: str | None = setting(
-        "library",
+    library_limit: str | None = _library(
         "10GB",
         "How much all ingested documents may take on disk: bytes, 10GB, or 10% of what is free or already theirs; "
         "beyond it nothing is added. none: no limit.",
         kind=a_size("10GB, 10%"),
     )
-    embedder: str = setting(
-        "library",
-        "minilm",
-        "The model that makes vectors of documents and questions: a name, a folder or an ONNX graph.",
+    embedder: str = _library(
+        "minilm", "The model that makes vectors of documents and questions: a name, a folder or an ONNX graph."
     )
-    answers: Literal["auto", "off", "verified", "direct"] = setting(
-        "answers",
+    answers: Literal["auto", "off", "verified", "direct"] = _answers(
         "auto",
         "Whether earlier answers help with new ones: off, verified (as drafts that the model checks: the text is what "
         "it would have written anyway), direct (the stored answer to nearly the same question is given at once; the "
         "reply says so). auto: verified for greedy questions about documents, else off. Questions and answers are "
         "kept with the documents, unless it is off.",
     )
-    similarity_threshold: float = setting(
-        "answers",
+    similarity_threshold: float = _answers(
         0.85,
         "answers=direct: how near a question must be to an earlier one (cosine); besides, nothing in the two may "
         "differ that matters (see the guard).",
     )
-    answers_limit: str = setting(
-        "answers", "100MB", "How much stored questions and answers take on disk: bytes, or 100MB.", kind=a_size("100MB")
+    answers_limit: str = _answers(
+        "100MB", "How much stored questions and answers take on disk: bytes, or 100MB.", kind=a_size("100MB")
     )
-    origin: str | None = setting(
-        "remote",
+    origin: str | None = _remote(
         None,
         "The address of an origin: KV of long prompts that others published is fetched from there, if that is faster "
         "than computing all of it. Under exact only what lost nothing (level raw). See `rekindle origin`.",
     )
-    origin_keys: str | None = setting(
-        "remote", None, "The public keys of trusted publishers, or the files with them, with commas between."
+    origin_keys: str | None = _remote(
+        None, "The public keys of trusted publishers, or the files with them, with commas between."
     )
-    origin_token: str | None = setting(
-        "remote", None, "The file with the token that the origin asks for.", kind=a_path("a file")
-    )
-    origin_secret: str | None = setting(
-        "remote",
+    origin_token: str | None = _remote(None, "The file with the token that the origin asks for.", kind=a_path("a file"))
+    origin_secret: str | None = _remote(
         None,
         "The file with the secret that published KV is encrypted with; the origin does not have it.",
         kind=a_path("a file"),
     )
-    kl_budget: float = setting(
-        "remote",
+    kl_budget: float = _remote(
         0.01,
         "How far quantized KV from an origin may move what the model says: the mean KL of the next tokens, in nats, "
         "expected of all that comes for a prompt. Of the levels that are published, the smallest within it are taken, "
         "by the bandwidth of the moment.",
     )
-    local_tenants: str = setting(
-        "remote",
-        "",
-        "Tenants, with commas between, whose prompts are never published nor looked for at an origin; *: all.",
+    local_tenants: str = _remote(
+        "", "Tenants, with commas between, whose prompts are never published nor looked for at an origin; *: all."
     )
-    policy: str = setting(
-        "retention",
+    policy: str = _retention(
         "lru",
         "What is evicted first: lru (what only killed apps used, then what was not used for longest), utility (by what "
         "reuse saves, how likely it is, and the state of the apps that ask).",
     )
-    ttl: str | None = setting(
-        "retention",
-        None,
-        "KV older than this is not served: 90s, 30m, 12h, 7d; none: of any age.",
-        kind=a_time("12h, 7d"),
+    ttl: str | None = _retention(
+        None, "KV older than this is not served: 90s, 30m, 12h, 7d; none: of any age.", kind=a_time("12h, 7d")
     )
-    killed_ttl: str | None = setting(
-        "retention",
+    killed_ttl: str | None = _retention(
         "60s",
         "When KV that only killed apps used is evicted, after the last was killed, if more than half of the disk limit "
         "is used; none: when space is needed.",
         kind=a_time("30s, 5m"),
     )
-    admission: Literal["always", "second-use"] = setting(
-        "retention",
+    admission: Literal["always", "second-use"] = _retention(
         "always",
         "What is kept: always (everything, while the write budget lasts), second-use (only what was seen before).",
     )
-    write_budget: str | None = setting(
-        "retention",
+    write_budget: str | None = _retention(
         "40GB",
         "Maximum written a day, to spare the disk; what is not written adds up, to three days of it. When less "
         "than a quarter is left, only what was seen before is written. none: no limit.",
         kind=a_size("40GB"),
     )
-    key_file: str | None = setting(
-        "retention",
+    key_file: str | None = _retention(
         None,
         "A file with 16 to 64 secret bytes: digests are keyed, and KV that others wrote is never served.",
         kind=a_path("a file"),
     )
-    parallel: int | None = setting(
-        "serving",
+    parallel: int | None = _serving(
         None,
         "Number of requests answered at the same time, sharing the engine's steps; none: 8 in the server, else those "
         "of several threads take turns.",
     )
-    keep_alive: str | None = setting(
-        "serving",
+    keep_alive: str | None = _serving(
         None,
         "Free the model after this long without a request (30s, 5m), and load it again for the next; its KV stays "
         "warm. none: never; 5m for a model that a command left in the background.",
         kind=a_time("30s, 5m"),
     )
-    adapter_memory: str = setting(
-        "serving",
+    adapter_memory: str = _serving(
         "10%",
         "How much memory loaded LoRA adapters take: bytes, 1GB, or 10% of the memory of the model's device (llamacpp: "
         "of all memory). They are loaded when a request needs them; the least recently used leave for others.",
@@ -364,108 +314,90 @@ class Settings(_Loadable):
 class ServerSettings(_Loadable):
     """What can be chosen about `rekindle serve` beside its session. The server checks the values."""
 
-    host: str = setting("server", "127.0.0.1", "The address to listen on.")
-    port: int = setting("server", 8377, "The port to listen on; 0 takes a free one.")
-    api_key_file: str | None = setting(
-        "server",
+    host: str = _server("127.0.0.1", "The address to listen on.")
+    port: int = _server(8377, "The port to listen on; 0 takes a free one.")
+    api_key_file: str | None = _server(
         None,
         f"A file with API keys as --api-key takes them, one a line. Also the variable {API_KEYS_VARIABLE}.",
         kind=a_path("a file"),
     )
-    allow_unauthenticated: bool = setting("server", False, "Let others in without a key.")
-    allowed_hosts: tuple[str, ...] = setting(
-        "server",
+    allow_unauthenticated: bool = _server(False, "Let others in without a key.")
+    allowed_hosts: tuple[str, ...] = _server(
         (),
         "Names in the Host header that are answered, with commas between, * for any; empty: those of this machine on "
         "loopback, else any. The flag may be given several times.",
     )
-    cors_origin: tuple[str, ...] = setting(
-        "server",
+    cors_origin: tuple[str, ...] = _server(
         (),
         "Origins whose web pages may send requests and read replies, with commas between, * for any. The flag may be "
         "given several times.",
     )
-    page: bool = setting(
-        "server",
-        True,
-        "A page for people at /: what was reused, and why not more. Where keys are set, it takes the operator's.",
+    page: bool = _server(
+        True, "A page for people at /: what was reused, and why not more. Where keys are set, it takes the operator's."
     )
-    alias: tuple[str, ...] = setting(
-        "server",
+    alias: tuple[str, ...] = _server(
         (),
         "Further names of models, with commas between: 'claude-*=MODEL', or '*=MODEL' for all that nobody knows, where "
         "MODEL is a name of /v1/models. The flag may be given several times.",
     )
-    model_memory: str | None = setting(
-        "server",
+    model_memory: str | None = _server(
         None,
         "How much memory the loaded models take together, with the KV buffers of llama.cpp: bytes, 12GB, or 80% of the "
         "memory of their device. A model is loaded when a request names it; others that no request uses leave for it, "
         "the least recently used first. none: 80% where several models are served, no limit for one.",
         kind=a_size("12GB, 80%"),
     )
-    canonical: Literal["off", "default", "full"] = setting(
-        "server",
+    canonical: Literal["off", "default", "full"] = _server(
         "default",
         "Which parts of a prompt that change from request to request are dropped: default, those that no model should "
         "read, as a client's version and session in a system message; full: tools and the keys of their schemas are "
         "sorted too; off: nothing is dropped.",
     )
-    queue: int = setting("server", 64, "Maximum number of waiting requests; more are refused with 429.")
-    max_connections: int = setting(  # many systems allow a process 1024 files, and the cache needs some
-        "server", 256, "Maximum number of open connections, silent ones included; more are refused with 503."
+    queue: int = _server(64, "Maximum number of waiting requests; more are refused with 429.")
+    max_connections: int = _server(  # many systems allow a process 1024 files, and the cache needs some
+        256, "Maximum number of open connections, silent ones included; more are refused with 503."
     )
-    max_body: str = setting("server", "8MB", "The largest body that is read.", kind=a_size("8MB"))
-    max_reply: int | None = setting("server", None, "The longest reply, in tokens; none: as long as the context.")
-    default_reply: int = setting(
-        "server", 8192, "The longest reply, in tokens, to a request that does not say how long it may be."
+    max_body: str = _server("8MB", "The largest body that is read.", kind=a_size("8MB"))
+    max_reply: int | None = _server(None, "The longest reply, in tokens; none: as long as the context.")
+    default_reply: int = _server(
+        8192, "The longest reply, in tokens, to a request that does not say how long it may be."
     )
-    log_format: Literal["text", "json"] = setting(
-        "server", "text", "How the log is written: lines for people, or an object of JSON in each line."
+    log_format: Literal["text", "json"] = _server(
+        "text", "How the log is written: lines for people, or an object of JSON in each line."
     )
-    timeout: str = setting(
-        "server",
+    timeout: str = _server(
         "10m",
         "The longest a request may take, waiting included; a reply that is being written then ends with what it has.",
         kind=a_time("30s, 10m"),
     )
-    client_timeout: str = setting(
-        "server",
+    client_timeout: str = _server(
         "30s",
         "How long a client may take to send its request, or to say something on an open connection.",
         kind=a_time("30s, 10m"),
     )
-    stop_timeout: str = setting(
-        "server", "15s", "How long replies may go on after a signal to stop.", kind=a_time("15s, 1m")
-    )
-    idle: bool = setting("server", False, "Work ahead while there are no requests, as `rekindle idle` does.")
-    quiet: str = setting("server", "30s", "With idle: start after this long without a request.", kind=a_time("30s, 5m"))
-    on_battery: bool = setting("idle", False, "Also work without mains.")
-    idle_load: float = setting("idle", 0.5, "Stop while others keep this share of the cores busy.")
-    idle_stride: int = setting("idle", 5, "Questions predicted at a time.")
-    idle_rounds: int = setting("idle", 1, "How often, from each source, when something is new.")
-    idle_per_hit: str = setting(
-        "idle",
+    stop_timeout: str = _server("15s", "How long replies may go on after a signal to stop.", kind=a_time("15s, 1m"))
+    idle: bool = _server(False, "Work ahead while there are no requests, as `rekindle idle` does.")
+    quiet: str = _server("30s", "With idle: start after this long without a request.", kind=a_time("30s, 5m"))
+    on_battery: bool = _idle(False, "Also work without mains.")
+    idle_load: float = _idle(0.5, "Stop while others keep this share of the cores busy.")
+    idle_stride: int = _idle(5, "Questions predicted at a time.")
+    idle_rounds: int = _idle(1, "How often, from each source, when something is new.")
+    idle_per_hit: str = _idle(
         "10m",
         "Predict more while a predicted question that is used costs at most this much work.",
         kind=a_time("10m, 1h"),
     )
-    idle_sources: tuple[str, ...] = setting(
-        "idle",
-        ("abstract", "history", "passage"),
-        "What questions are predicted from, with commas between.",
+    idle_sources: tuple[str, ...] = _idle(
+        ("abstract", "history", "passage"), "What questions are predicted from, with commas between."
     )
-    idle_settle: str = setting(
-        "idle", "60s", "Summarize documents once none was added for this long.", kind=a_time("60s, 5m")
+    idle_settle: str = _idle("60s", "Summarize documents once none was added for this long.", kind=a_time("60s, 5m"))
+    idle_passages: int | None = _idle(None, "Passages to prefill; none: all that fit.")
+    idle_seconds: str | None = _idle(
+        None, "Compute time for each library since the start; none: any.", kind=a_time("10m, 1h")
     )
-    idle_passages: int | None = setting("idle", None, "Passages to prefill; none: all that fit.")
-    idle_seconds: str | None = setting(
-        "idle", None, "Compute time for each library since the start; none: any.", kind=a_time("10m, 1h")
-    )
-    idle_tflop: float | None = setting("idle", None, "The same in trillions of operations.")
-    idle_joules: float | None = setting("idle", None, "The same in joules, where they can be measured.")
-    idle_calibrate: str | None = setting(
-        "idle",
+    idle_tflop: float | None = _idle(None, "The same in trillions of operations.")
+    idle_joules: float | None = _idle(None, "The same in joules, where they can be measured.")
+    idle_calibrate: str | None = _idle(
         None,
         "Calibrate the model for its level of reuse if nobody did, for at most this long; the next start "
         "uses what was found. none: never.",
@@ -477,8 +409,7 @@ class ServerSettings(_Loadable):
 class CommandSettings(_Loadable):
     """What can be chosen about the commands themselves."""
 
-    daemon: bool = setting(
-        "commands",
+    daemon: bool = _commands(
         True,
         "Keep the model loaded in the background after a command, for the next one; it leaves after keep_alive, 5m by "
         "default.",

@@ -240,11 +240,11 @@ class ExtentFiles:
             self._read_block_part(extent, layer, span, out)
             return
         if span.start < start:
-            self._read_block_part(extent, layer, Span(span.start, start), _window(out, 0, start - span.start))
+            self._read_block_part(extent, layer, Span(span.start, start), out.window(0, start - span.start))
         if start < stop:
-            self._read_cells(extent, layer, Span(start, stop), _window(out, start - span.start, stop - span.start))
+            self._read_cells(extent, layer, Span(start, stop), out.window(start - span.start, stop - span.start))
         if stop < span.stop:
-            self._read_block_part(extent, layer, Span(stop, span.stop), _window(out, stop - span.start, len(span)))
+            self._read_block_part(extent, layer, Span(stop, span.stop), out.window(stop - span.start, len(span)))
 
     def ranges(self, plan: ExtentPlan, layer: int, span: Span) -> list[Span]:
         """The bytes of the file that `read` reads for the tokens `span`, in order."""
@@ -396,7 +396,7 @@ class ExtentFiles:
         if coding.exact and digest_halves(self.digester, target) != extent.header.half_digests(layer):
             raise Damaged(f"layer {layer}: the digest of its decoded KV does not match")
         if target is not out:
-            used = _window(target, span.start - wanted.start, span.stop - wanted.start)
+            used = target.window(span.start - wanted.start, span.stop - wanted.start)
             out.keys[...], out.values[...] = used.keys, used.values
 
     def read_code(self, extent: OpenExtent, layer: int) -> bytes:
@@ -414,7 +414,7 @@ class ExtentFiles:
         """Fill `out` with the base KV of tokens `span` of a delta."""
         for base, part, own in _base_parts(parts, span):
             with _blaming(base):
-                self.read(base.extent, layer, own, _window(out, part.start - span.start, part.stop - span.start))
+                self.read(base.extent, layer, own, out.window(part.start - span.start, part.stop - span.start))
 
     def _digest(self, data: bytes | bytearray) -> bytes:
         state = self.digester.data()
@@ -428,7 +428,7 @@ class ExtentFiles:
         stop = min(start + BLOCK_TOKENS, plan.token_count)
         block = plan.empty(layer, stop - start)
         self._read_cells(extent, layer, Span(start, stop), block)
-        used = _window(block, part.start - start, part.stop - start)
+        used = block.window(part.start - start, part.stop - start)
         out.keys[...], out.values[...] = used.keys, used.values
 
     def _read_whole(self, extent: OpenExtent, layer: int, first: int, out: LayerKv) -> None:
@@ -532,7 +532,3 @@ def _pieces(array: NDArray[Any]) -> Iterator[memoryview]:
     """The bytes of a contiguous array, in few pieces: between two of them a thread waits for Python's lock."""
     data = array.data.cast("B")
     return (data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES))
-
-
-def _window(kv: LayerKv, start: int, stop: int) -> LayerKv:
-    return LayerKv(kv.keys[:, start:stop], kv.values[:, start:stop])

@@ -124,7 +124,7 @@ class StoredFeed:
     def _fill(self, layer: int, out: LayerKv) -> None:
         for source in self._sources:
             start, stop = source.piece.span.start - self.span.start, source.piece.span.stop - self.span.start
-            window = LayerKv(out.keys[:, start:stop], out.values[:, start:stop])
+            window = out.window(start, stop)
             if isinstance(source.origin, HeldExtent):
                 self._copy(source.origin.layers[layer], source.span, window)
             else:

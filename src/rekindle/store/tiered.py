@@ -18,7 +18,7 @@ import psutil
 from rekindle.codec.coder import is_quantized
 from rekindle.core.identity import Identity
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, token_bytes, token_ids
-from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.kv import Kv, Span
 from rekindle.core.scope import AppRef, Scope
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, InvalidSetting
@@ -235,7 +235,7 @@ class TieredStore:
             )
             size_bytes = 0
             for span in _covered(gap, base):
-                part = kv if span == kv.span else _part(kv, span)
+                part = kv if span == kv.span else kv.part(span)
                 to_here = data[: span.stop * TOKEN_BYTES]
                 stands_on = base if span.start == gap.start else None
                 how: dict[str, Any] = {"evict": evict, "app": app, "coder": coder, "lossy": lossy}
@@ -271,7 +271,8 @@ class TieredStore:
         if written.coding == "quantized":
             self._sources.want(name)
         elif self.memory.fits(len(part.span) * part.layout.token_bytes):
-            held = kv.layers if part is kv else _copied(part)
+            # Copies, unless it is all of it: views would keep the whole arrays alive.
+            held = kv.layers if part is kv else tuple(layer.copy() for layer in part.layers)
             self.memory.put(name, HeldExtent(written.header, held))
 
     def free_killed(self) -> list[AppRow]:
@@ -419,15 +420,3 @@ def _covered(gap: Span, base: DeltaBase | None) -> list[Span]:
     """The spans to keep separately: the part that can be a delta from the base, and the rest."""
     cut = gap.stop if base is None else min(gap.start + base.blocks * BLOCK_TOKENS, gap.stop)
     return [Span(gap.start, gap.stop)] if cut == gap.stop else [Span(gap.start, cut), Span(cut, gap.stop)]
-
-
-def _part(kv: Kv, span: Span) -> Kv:
-    """The part of the KV of these tokens, as views."""
-    at = slice(span.start - kv.span.start, span.stop - kv.span.start)
-    layers = tuple(LayerKv(layer.keys[:, at], layer.values[:, at]) for layer in kv.layers)
-    return Kv(span, kv.layout, layers)
-
-
-def _copied(kv: Kv) -> tuple[LayerKv, ...]:
-    """Copies of the layers: views would keep the whole arrays alive."""
-    return tuple(LayerKv(layer.keys.copy(), layer.values.copy()) for layer in kv.layers)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from rekindle.core.request import Message, Think
 from rekindle.core.tools import Tool
 from rekindle.errors import ContextOverflow
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,14 @@ class QuotedChat:
     before: Sequence[int]
     quotes: Sequence[Sequence[int]]
     after: Sequence[int]
+
+
+class TemplateOptions(TypedDict, total=False):
+    """What a chat is encoded with besides its messages."""
+
+    tools: Sequence[Tool]
+    think: Think | None
+    token_limit: int | None
 
 
 class Tokenizer(Protocol):
@@ -78,14 +89,7 @@ class Tokenizer(Protocol):
     def token_of(self, spelling: str) -> int | None:
         """The control token of a spelling; None if it is several tokens."""
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], **how: Unpack[TemplateOptions]) -> list[int]:
         """Tokens of the model's own chat template, up to where the reply begins.
 
         A template that takes `tools` writes them itself; otherwise tools, calls and results are written as text.
@@ -96,13 +100,7 @@ class Tokenizer(Protocol):
         """
 
     def encode_replayed(
-        self,
-        messages: Sequence[Message],
-        written: Written,
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
+        self, messages: Sequence[Message], written: Written, **how: Unpack[TemplateOptions]
     ) -> ReplayedChat:
         """The same, with the generated tokens of the `written` replies in place of what the template writes for them.
 
@@ -111,13 +109,7 @@ class Tokenizer(Protocol):
         """
 
     def encode_quoting(
-        self,
-        messages: Sequence[Message],
-        quotes: Sequence[str],
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
+        self, messages: Sequence[Message], quotes: Sequence[str], **how: Unpack[TemplateOptions]
     ) -> QuotedChat:
         """Tokens of a chat with quotes placed before the first user message's text.
 

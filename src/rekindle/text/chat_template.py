@@ -21,22 +21,124 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-from typing import Any, Protocol
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rekindle.core.request import Message, Think
-from rekindle.core.tools import Tool
+from rekindle.core.tools import ToolCall
 from rekindle.errors import InvalidPrompt, RekindleError
-from rekindle.text.base import QuotedChat, ReplayedChat, TokenLength, Written, WrittenReply, check_length
-from rekindle.text.reasoning import detect_thoughts, think_variables, thought_for_template
-from rekindle.text.replay import ReplyMarks, TextAround
-from rekindle.text.sandbox import LimitExceeded, SandboxProcess
-from rekindle.text.tools.styles import (
-    TemplateTools,
-    late_instructions_as_user,
-    merge_system_message,
-    tools_as_text,
+from rekindle.text.base import (
+    QuotedChat,
+    ReplayedChat,
+    TemplateOptions,
+    TokenLength,
+    Written,
+    WrittenReply,
+    check_length,
 )
+from rekindle.text.reasoning import detect_thoughts, think_variables, thought_for_template
+from rekindle.text.sandbox import LimitExceeded, SandboxProcess
+from rekindle.text.tools.styles import TemplateTools, late_instructions_as_user, merge_system_message, tools_as_text
+
+
+@dataclass(frozen=True)
+class TextAround:
+    """The text of a chat around the replies that were cut out of it: one more than `replies`, their indices."""
+
+    around: tuple[str, ...]
+    replies: tuple[int, ...]
+
+    def is_of(self, text: str) -> bool:
+        """Whether `text` is this text with something in place of each reply."""
+        first, *inner, last = self.around
+        if not text.startswith(first) or not text.endswith(last):
+            return False
+        place, end = len(first), len(text) - len(last)
+        for part in inner:
+            place = text.find(part, place, end)
+            if place < 0:
+                return False
+            place += len(part)
+        return place <= end
+
+
+class ReplyMarks:
+    """Where the `written` replies stand in a rendered chat, so that the tokens which the model generated replace them.
+
+    The chat is rendered a second time with marks: in place of the text of a reply (or the name of its first call), of
+    its thoughts, and behind the message that follows. `nonce` is in no text: letters and digits, which stay in any
+    JSON.
+
+        <|start|>assistant  <think>THOUGHT</think>MARK  <|end|>  <|start|>user  And now?FOLLOWER<|end|>
+                          ^ behind the header         ^ before the first token that ends a reply
+
+    What lies between the two places is the reply, however the template writes thoughts and calls.
+    """
+
+    def __init__(self, nonce: str, written: Written) -> None:
+        self._nonce, self._written = nonce, written
+
+    def mark(self, messages: Sequence[Message]) -> list[Message]:
+        """The chat with marks."""
+        marked = list(messages)
+        for at, reply in self._written.items():
+            extra = dict(messages[at].extra)
+            if reply.thinking:
+                extra["reasoning_content"] = self._mark("thought", at)
+            if calls := extra.get("tool_calls"):
+                first = ToolCall.parse(calls[0])
+                extra["tool_calls"] = [replace(first, name=self._mark("reply", at)).as_openai(), *calls[1:]]
+            content = messages[at].content if calls else self._mark("reply", at)
+            marked[at] = Message("assistant", content, extra)
+        for at in self._written:
+            if at + 1 not in self._written:
+                follower = messages[at + 1]
+                said = follower.content.rstrip()  # templates may trim the rest
+                content = said + self._mark("follower", at) + follower.content[len(said) :]
+                marked[at + 1] = replace(follower, content=content)
+        return marked
+
+    def names(self, messages: Sequence[Message]) -> dict[str, str]:
+        """The names of calls that marks stand for."""
+        calls = {at: messages[at].extra.get("tool_calls") for at in self._written}
+        return {self._mark("reply", at): ToolCall.parse(made[0]).name for at, made in calls.items() if made}
+
+    def cut_out(
+        self, text: str, headers: Mapping[int, str], stops: Sequence[str], names: Mapping[str, str]
+    ) -> TextAround:
+        """The text around the replies that are found, without marks.
+
+        headers   what stands before each reply; empty if it is unknown: then it begins with its mark
+        stops     spellings of the tokens that end a reply
+        names     what marks stand for in other places
+        """
+        cuts = {at: cut for at in sorted(self._written) if (cut := self._cut(text, at, headers[at], stops)) is not None}
+        edges = [(0, 0), *cuts.values(), (len(text), len(text))]
+        around = [text[a:b] for (_, a), (b, _) in pairwise(edges)]
+        meant = {**names, **{self._mark("follower", at): "" for at in self._written}}
+        for mark, name in meant.items():
+            around = [part.replace(mark, name) for part in around]
+        return TextAround(tuple(around), tuple(cuts))
+
+    def _cut(self, text: str, at: int, header: str, stops: Sequence[str]) -> tuple[int, int] | None:
+        """Where a reply begins and ends; None if the template does not write it, or not its thoughts."""
+        mark = first = text.find(self._mark("reply", at))
+        if self._written[at].thinking:
+            first = text.find(self._mark("thought", at), 0, max(mark, 0))
+        follower = "reply" if at + 1 in self._written else "follower"
+        bound = text.find(self._mark(follower, at + (follower == "reply")), max(mark, 0))
+        begins = text.rfind(header, 0, max(first, 0))
+        ends = [place for stop in stops if (place := text.find(stop, mark, bound)) >= 0]
+        if min(mark, first, bound, begins) < 0 or not ends:
+            return None
+        return begins + len(header), min(ends)
+
+    def _mark(self, kind: str, at: int) -> str:
+        return f"{self._nonce}{kind}{at}x"
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _MAX_QUOTES = 2048  # quotes whose tokens are cached
 _MAX_QUOTE_CHARACTERS = 8192  # of a cached quote
@@ -114,30 +216,17 @@ class ChatTokenizer(ABC):
     def min_token_count(self, text: str) -> int:
         return 0 if self.token_length is None else self.token_length.min_token_count(text)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
-    ) -> list[int]:
-        chat = self._rendered(messages, tools, think)
-        check_length(chat.revealed, token_limit, self.min_token_count)
+    def encode_chat(self, messages: Sequence[Message], **how: Unpack[TemplateOptions]) -> list[int]:
+        chat = self._rendered(messages, how)
+        check_length(chat.revealed, how.get("token_limit"), self.min_token_count)
         return self._tokens(chat.text, chat.hidden)
 
     def encode_replayed(
-        self,
-        messages: Sequence[Message],
-        written: Written,
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
+        self, messages: Sequence[Message], written: Written, **how: Unpack[TemplateOptions]
     ) -> ReplayedChat:
-        chat = self._rendered(messages, tools, think)
-        check_length(chat.revealed, token_limit, self.min_token_count)
-        found = self._without_replies(chat, messages, written, tools, think)
+        chat = self._rendered(messages, how)
+        check_length(chat.revealed, how.get("token_limit"), self.min_token_count)
+        found = self._without_replies(chat, messages, written, how)
         if found is None:
             return ReplayedChat(self._tokens(chat.text, chat.hidden))
         tokens: list[int] = []
@@ -147,7 +236,7 @@ class ChatTokenizer(ABC):
         return ReplayedChat(tokens, len(found.replies))
 
     def _without_replies(
-        self, chat: _Chat, messages: Sequence[Message], written: Written, tools: Sequence[Tool], think: Think | None
+        self, chat: _Chat, messages: Sequence[Message], written: Written, how: TemplateOptions
     ) -> TextAround | None:
         """The text of a chat around the replies that can be cut out; None if there are none."""
         stops = [self.spell([token]) for token in self.stop_ids]
@@ -162,7 +251,7 @@ class ChatTokenizer(ABC):
                 return None
             marks = ReplyMarks(self._nonce, {at: written[at] for at in chosen})
             try:
-                marked = self._rendered(marks.mark(messages), tools, think, chat.hidden)
+                marked = self._rendered(marks.mark(messages), how, chat.hidden)
             except InvalidPrompt:
                 return None
             names = {mark: chat.hidden.hide(name, self._control) for mark, name in marks.names(messages).items()}
@@ -183,13 +272,7 @@ class ChatTokenizer(ABC):
         return self._plain(text, begins=begins)
 
     def encode_quoting(
-        self,
-        messages: Sequence[Message],
-        quotes: Sequence[str],
-        *,
-        tools: Sequence[Tool] = (),
-        think: Think | None = None,
-        token_limit: int | None = None,
+        self, messages: Sequence[Message], quotes: Sequence[str], **how: Unpack[TemplateOptions]
     ) -> QuotedChat:
         place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
         if place is None:
@@ -197,7 +280,7 @@ class ChatTokenizer(ABC):
         mark = f"\ue004{self._nonce}:quotes\ue005"
         marked = [*messages]
         marked[place] = replace(messages[place], content=mark + messages[place].content)
-        chat = self._rendered(marked, tools, think)
+        chat, token_limit = self._rendered(marked, how), how.get("token_limit")
         check_length(chat.revealed.replace(mark, ""), token_limit, self.min_token_count)
         parts = chat.text.split(mark)
         if len(parts) != 2:
@@ -228,15 +311,13 @@ class ChatTokenizer(ABC):
                 self._quotes[text] = known
         return known
 
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Tool], think: Think | None, hidden: _Hidden | None = None
-    ) -> _Chat:
+    def _rendered(self, messages: Sequence[Message], how: TemplateOptions, hidden: _Hidden | None = None) -> _Chat:
         if self._render is None:
             raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
         hidden = hidden or _Hidden()
         shown = [self._shown(message, hidden) for message in messages]
-        offered = [hidden.hide(tool.as_template_input(), self._control) for tool in tools]
-        options = _if_asked(think)
+        offered = [hidden.hide(tool.as_template_input(), self._control) for tool in how.get("tools", ())]
+        options = _if_asked(how.get("think"))
         if self._template_tools.takes_tools and offered:
             options["tools"] = offered
         elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):

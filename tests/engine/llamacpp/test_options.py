@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("xllamacpp")
 
 from rekindle import Session
-from rekindle.cache.memory_gate import MemoryGate
+from rekindle.cache.inflight import MemoryGate
 from rekindle.core.kv import Span
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp.c_api import llama

@@ -19,8 +19,7 @@ pytest.importorskip("xllamacpp")
 
 from rekindle.core.request import Sampling
 from rekindle.engine.llamacpp.c_api import llama
-from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.sample import ChainSampler
+from rekindle.engine.llamacpp.engine import ChainSampler, LlamaCppEngine
 from tests.engine.llamacpp.oracle import PlainLlama, more
 from tests.tiny_gguf import VOCABULARY
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.server import event_stream
+from rekindle.server import protocol
 from tests.server.conftest import Serve
 from tests.server.scripted import ScriptedEngine
 from tests.server.serving import ALICE, Served, typed_events
@@ -77,7 +77,7 @@ def test_a_stream_has_all_events_in_order(scripted: Served) -> None:
 
 
 def test_a_silent_model_is_bridged_by_pings(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(protocol, "PING_SECONDS", 0.01)
     served.engine.go.clear()
     body = {**BODY, "max_tokens": 4, "stream": True}
     with served.http() as client, client.stream("POST", PATH, json=body) as answer:

@@ -16,14 +16,13 @@ import tokenizers
 from numpy.typing import NDArray
 
 from rekindle.core.identity import digest_of_config, digest_of_fields
-from rekindle.engine.embedding.bert import NumpyEncoder
-from rekindle.engine.embedding.bert_weights import BertWeights, read_bert
+from rekindle.engine.embedding.bert import BertWeights, NumpyEncoder, read_bert
 from rekindle.engine.embedding.encoder_settings import EncoderSettings, Pooling, read_encoder_settings
 from rekindle.engine.threaded_job import stop_if
 from rekindle.errors import BrokenModel, EngineMissing, InvalidPrompt, ModelError, UnsupportedModel
 from rekindle.models.files import ModelFiles, digest_of_files
 from rekindle.models.hf_folder import check_folder, read_config, read_floats
-from rekindle.models.onnx_encoder import read_encoder
+from rekindle.models.onnx_folder import read_encoder
 from rekindle.text.tokenizer import LARGE_CHARACTERS, encode_text, trim_heap
 
 _BATCH_TOKENS = 1024  # larger batches are not faster

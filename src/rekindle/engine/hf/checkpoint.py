@@ -23,7 +23,7 @@ from transformers.utils import logging
 from rekindle.core.identity import digest_of_config, digest_of_fields
 from rekindle.core.request import Think
 from rekindle.core.size import count_of
-from rekindle.engine.context_length import Reserve
+from rekindle.engine.base import Reserve
 from rekindle.engine.hf.decoder import ADVICE, refusal
 from rekindle.engine.hf.device import Placement, choose_placement, total_memory
 from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, UnsupportedModel

@@ -16,8 +16,7 @@ from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity
 from rekindle.core.kv import KvLayout, Span
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Capabilities, HeldKv, Logits, MovedFeed, Row, StayingFeed
-from rekindle.engine.context_length import Reserve, choose_context
+from rekindle.engine.base import Capabilities, HeldKv, Logits, MovedFeed, Reserve, Row, StayingFeed, choose_context
 from rekindle.engine.hf.checkpoint import Fingerprint, fingerprint_of, load_checkpoint
 from rekindle.engine.hf.cuda_graph import GraphRecorder, replayable
 from rekindle.engine.hf.decoder import TESTED_FAMILIES, Decoder, refusal

@@ -59,70 +59,39 @@ _Pointer = c_void_p  # of a model, context, vocabulary, memory, sampler, adapter
 _Room = c_uint8 * 256  # behind a struct: for fields that a later version has at its end
 
 
+def _fields(*runs: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """The fields of a struct in order, as runs of one type."""
+    return [(name, kind) for kind, names in runs for name in names.split()]
+
+
 class ModelParams(Structure):
-    _fields_ = [
-        ("devices", c_void_p),
-        ("tensor_buft_overrides", c_void_p),
-        ("n_gpu_layers", c_int32),
-        ("split_mode", c_int32),
-        ("load_mode", c_int32),
-        ("lazy_mode", c_int32),
-        ("main_gpu", c_int32),
-        ("tensor_split", c_void_p),
-        ("progress_callback", ProgressCallback),
-        ("progress_callback_user_data", c_void_p),
-        ("kv_overrides", c_void_p),
-        ("vocab_only", c_bool),
-        ("check_tensors", c_bool),
-        ("use_extra_bufts", c_bool),
-        ("no_host", c_bool),
-        ("no_alloc", c_bool),
-        ("load_mtp", c_bool),
-        ("room", _Room),
-    ]
+    _fields_ = _fields(
+        (c_void_p, "devices tensor_buft_overrides"),
+        (c_int32, "n_gpu_layers split_mode load_mode lazy_mode main_gpu"),
+        (c_void_p, "tensor_split"),
+        (ProgressCallback, "progress_callback"),
+        (c_void_p, "progress_callback_user_data kv_overrides"),
+        (c_bool, "vocab_only check_tensors use_extra_bufts no_host no_alloc load_mtp"),
+        (_Room, "room"),
+    )
 
 
-_CONTEXT_FIELDS: list[tuple[str, Any]] = [
-    ("n_ctx", c_uint32),
-    ("n_batch", c_uint32),
-    ("n_ubatch", c_uint32),
-    ("n_seq_max", c_uint32),
-    ("n_rs_seq", c_uint32),
-    ("n_outputs_max", c_uint32),
-    ("n_outputs_max_per_seq", c_uint32),
-    ("n_threads", c_int32),
-    ("n_threads_batch", c_int32),
-    ("ctx_type", c_int32),
-    ("rope_scaling_type", c_int32),
-    ("pooling_type", c_int32),
-    ("attention_type", c_int32),
-    ("flash_attn_type", c_int32),
-    ("rope_freq_base", c_float),
-    ("rope_freq_scale", c_float),
-    ("yarn_ext_factor", c_float),
-    ("yarn_attn_factor", c_float),
-    ("yarn_beta_fast", c_float),
-    ("yarn_beta_slow", c_float),
-    ("yarn_orig_ctx", c_uint32),
-    ("defrag_thold", c_float),
-    ("cb_eval", c_void_p),
-    ("cb_eval_user_data", c_void_p),
-    ("type_k", c_int32),
-    ("type_v", c_int32),
-    ("reserved", c_uint64),  # since 0.26
-    ("abort_callback", c_void_p),
-    ("abort_callback_data", c_void_p),
-    ("embeddings", c_bool),
-    ("offload_kqv", c_bool),
-    ("no_perf", c_bool),
-    ("op_offload", c_bool),
-    ("swa_full", c_bool),
-    ("kv_unified", c_bool),
-    ("samplers", c_void_p),
-    ("n_samplers", c_size_t),
-    ("ctx_other", c_void_p),
-    ("room", _Room),
-]
+_CONTEXT_FIELDS = _fields(
+    (c_uint32, "n_ctx n_batch n_ubatch n_seq_max n_rs_seq n_outputs_max n_outputs_max_per_seq"),
+    (c_int32, "n_threads n_threads_batch ctx_type rope_scaling_type pooling_type attention_type flash_attn_type"),
+    (c_float, "rope_freq_base rope_freq_scale yarn_ext_factor yarn_attn_factor yarn_beta_fast yarn_beta_slow"),
+    (c_uint32, "yarn_orig_ctx"),
+    (c_float, "defrag_thold"),
+    (c_void_p, "cb_eval cb_eval_user_data"),
+    (c_int32, "type_k type_v"),
+    (c_uint64, "reserved"),  # since 0.26
+    (c_void_p, "abort_callback abort_callback_data"),
+    (c_bool, "embeddings offload_kqv no_perf op_offload swa_full kv_unified"),
+    (c_void_p, "samplers"),
+    (c_size_t, "n_samplers"),
+    (c_void_p, "ctx_other"),
+    (_Room, "room"),
+)
 
 
 class NewContextParams(Structure):
@@ -162,47 +131,37 @@ class SamplerChainParams(Structure):
 
 
 _Text, _Tokens, _Bytes = c_char_p, POINTER(Token), POINTER(c_uint8)
+_OF_A_POINTER: dict[Any, str] = {  # by what they return
+    None: "adapter_lora_free free model_free sampler_free",
+    _Pointer: "get_memory model_get_vocab",
+    c_bool: "memory_can_shift model_has_decoder model_has_encoder model_is_diffusion model_is_hybrid "
+    "model_is_recurrent vocab_get_add_bos",
+    c_int32: "model_n_ctx_train model_n_embd model_n_head model_n_head_kv model_n_layer model_n_swa vocab_n_tokens "
+    "vocab_bos vocab_eos vocab_eot",
+    c_uint64: "model_n_params",
+}
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_commit": (c_char_p, ()),
     "ggml_version": (c_char_p, ()),
-    "llama_adapter_lora_free": (None, (_Pointer,)),
     "llama_adapter_lora_init": (_Pointer, (_Pointer, _Text)),
     "llama_batch_get_one": (LlamaBatch, (_Tokens, c_int32)),
     "llama_decode": (c_int32, (_Pointer, LlamaBatch)),
     "llama_detokenize": (c_int32, (_Pointer, _Tokens, c_int32, _Text, c_int32, c_bool, c_bool)),
-    "llama_free": (None, (_Pointer,)),
     "llama_get_logits_ith": (POINTER(c_float), (_Pointer, c_int32)),
-    "llama_get_memory": (_Pointer, (_Pointer,)),
     "llama_log_set": (None, (LogCallback, c_void_p)),
-    "llama_memory_can_shift": (c_bool, (_Pointer,)),
     "llama_memory_seq_add": (None, (_Pointer, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_cp": (None, (_Pointer, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_pos_min": (c_int32, (_Pointer, c_int32)),
     "llama_memory_seq_rm": (c_bool, (_Pointer, c_int32, c_int32, c_int32)),
     "llama_model_default_params": (ModelParams, ()),
-    "llama_model_free": (None, (_Pointer,)),
-    "llama_model_get_vocab": (_Pointer, (_Pointer,)),
-    "llama_model_has_decoder": (c_bool, (_Pointer,)),
-    "llama_model_has_encoder": (c_bool, (_Pointer,)),
-    "llama_model_is_diffusion": (c_bool, (_Pointer,)),
-    "llama_model_is_hybrid": (c_bool, (_Pointer,)),
-    "llama_model_is_recurrent": (c_bool, (_Pointer,)),
     "llama_model_load_from_file": (_Pointer, (_Text, ModelParams)),
     "llama_model_meta_val_str": (c_int32, (_Pointer, _Text, _Text, c_size_t)),
-    "llama_model_n_ctx_train": (c_int32, (_Pointer,)),
-    "llama_model_n_embd": (c_int32, (_Pointer,)),
-    "llama_model_n_head": (c_int32, (_Pointer,)),
-    "llama_model_n_head_kv": (c_int32, (_Pointer,)),
-    "llama_model_n_layer": (c_int32, (_Pointer,)),
-    "llama_model_n_params": (c_uint64, (_Pointer,)),
-    "llama_model_n_swa": (c_int32, (_Pointer,)),
     "llama_print_system_info": (c_char_p, ()),
     "llama_sampler_accept": (None, (_Pointer, Token)),
     "llama_sampler_apply": (None, (_Pointer, POINTER(TokenDataArray))),
     "llama_sampler_chain_add": (None, (_Pointer, _Pointer)),
     "llama_sampler_chain_default_params": (SamplerChainParams, ()),
     "llama_sampler_chain_init": (_Pointer, (SamplerChainParams,)),
-    "llama_sampler_free": (None, (_Pointer,)),
     "llama_sampler_init_dist": (_Pointer, (c_uint32,)),
     "llama_sampler_init_greedy": (_Pointer, ()),
     "llama_sampler_init_min_p": (_Pointer, (c_float, c_size_t)),
@@ -220,53 +179,23 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_supports_gpu_offload": (c_bool, ()),
     "llama_token_to_piece": (c_int32, (_Pointer, Token, _Text, c_int32, c_int32, c_bool)),
     "llama_tokenize": (c_int32, (_Pointer, _Text, c_int32, _Tokens, c_int32, c_bool, c_bool)),
-    "llama_vocab_bos": (Token, (_Pointer,)),
-    "llama_vocab_eos": (Token, (_Pointer,)),
-    "llama_vocab_eot": (Token, (_Pointer,)),
-    "llama_vocab_get_add_bos": (c_bool, (_Pointer,)),
     "llama_vocab_get_attr": (c_int32, (_Pointer, Token)),
     "llama_vocab_get_text": (c_char_p, (_Pointer, Token)),
     "llama_vocab_is_eog": (c_bool, (_Pointer, Token)),
-    "llama_vocab_n_tokens": (c_int32, (_Pointer,)),
+    **{f"llama_{name}": (kind, (_Pointer,)) for kind, names in _OF_A_POINTER.items() for name in names.split()},
 }
 # What every build says by default. A struct with one field more or less says something else at one of these places.
 _MODEL_DEFAULTS = {
-    "n_gpu_layers": -1,
-    "split_mode": 1,
-    "main_gpu": 0,
-    "kv_overrides": None,
-    "vocab_only": False,
-    "check_tensors": False,
-    "use_extra_bufts": True,
-    "no_host": False,
-    "no_alloc": False,
-}
+    "n_gpu_layers": -1, "split_mode": 1, "main_gpu": 0, "kv_overrides": None, "vocab_only": False,
+    "check_tensors": False, "use_extra_bufts": True, "no_host": False, "no_alloc": False,
+}  # fmt: skip
 _CONTEXT_DEFAULTS = {
-    "n_ctx": 512,
-    "n_batch": 2048,
-    "n_ubatch": 512,
-    "n_seq_max": 1,
-    "rope_scaling_type": -1,
-    "pooling_type": -1,
-    "attention_type": -1,
-    "flash_attn_type": -1,
-    "yarn_ext_factor": -1.0,
-    "yarn_attn_factor": -1.0,
-    "yarn_beta_fast": -1.0,
-    "yarn_beta_slow": -1.0,
-    "defrag_thold": -1.0,
-    "type_k": 1,
-    "type_v": 1,
-    "embeddings": False,
-    "offload_kqv": True,
-    "no_perf": True,
-    "op_offload": True,
-    "swa_full": True,
-    "kv_unified": False,
-    "samplers": None,
-    "n_samplers": 0,
-    "ctx_other": None,
-}
+    "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "rope_scaling_type": -1, "pooling_type": -1,
+    "attention_type": -1, "flash_attn_type": -1, "yarn_ext_factor": -1.0, "yarn_attn_factor": -1.0,
+    "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0, "defrag_thold": -1.0, "type_k": 1, "type_v": 1,
+    "embeddings": False, "offload_kqv": True, "no_perf": True, "op_offload": True, "swa_full": True,
+    "kv_unified": False, "samplers": None, "n_samplers": 0, "ctx_other": None,
+}  # fmt: skip
 
 
 class LlamaLibrary:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rekindle.engine.context_length import choose_context
+from rekindle.engine.base import choose_context
 from rekindle.engine.llamacpp.c_api import AbortCallback, LogCallback, ProgressCallback, llama
 from rekindle.engine.llamacpp.options import KV_BITS, KV_TYPES, MAX_SEQUENCES, PLAIN_KV_TYPES, LlamaOptions
 from rekindle.errors import BrokenModel, Closed, InvalidSetting, OutOfMemory, UnsupportedModel

@@ -351,7 +351,7 @@ def _fill_layer(feeds: Sequence[KvFeed], span: Span, layer: int, out: LayerKv) -
     for feed in feeds:
         if layer in feed.layers:
             start, stop = feed.span.start - span.start, feed.span.stop - span.start
-            feed.fill(layer, LayerKv(out.keys[:, start:stop], out.values[:, start:stop]))
+            feed.fill(layer, out.window(start, stop))
 
 
 class _ReusableBytes:

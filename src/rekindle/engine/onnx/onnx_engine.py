@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import onnxruntime
 import psutil
+import tokenizers
 
 from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Capabilities, HeldKv, Logits, Row
-from rekindle.engine.context_length import Reserve, choose_context
-from rekindle.engine.onnx.folder_tokenizer import load_tokenizer
+from rekindle.engine.base import Capabilities, HeldKv, Logits, Reserve, Row, choose_context
 from rekindle.engine.onnx.graph_runner import GraphRunner, as_float32
-from rekindle.engine.onnx.kv_buffers import MAX_SLOTS, PackedKv, SlabKv, SlabPool
 from rekindle.engine.onnx.onnx_options import OnnxOptions
-from rekindle.engine.onnx.onnx_sequence import OnnxSequence
+from rekindle.engine.onnx.onnx_sequence import MAX_SLOTS, OnnxSequence, PackedKv, SlabKv, SlabPool
 from rekindle.engine.row_checks import CheckedRow, check_next_tokens, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.engine.threaded_job import ThreadedJob, stop_if
-from rekindle.errors import AdapterRefused, Cancelled, Closed, NotAModel, StepRefused, UnsupportedModel
+from rekindle.errors import AdapterRefused, BrokenModel, Cancelled, Closed, NotAModel, StepRefused, UnsupportedModel
 from rekindle.machine import free_memory
-from rekindle.models.files import ModelFiles, digest_of_files
-from rekindle.models.hf_folder import template_digest, tokenizer_digest
+from rekindle.models.files import ModelFiles, digest_of_files, is_file, read_text
+from rekindle.models.hf_folder import read_json, read_tokenizer_config, template_digest, tokenizer_digest
 from rekindle.models.onnx_folder import read_onnx_model
+from rekindle.text.chat_template import make_renderer
+from rekindle.text.tokenizer import HfTokenizer
 
 _REGIME = "plain"
 _PIECE_TOKENS = 512  # computed in one run: attention takes memory for each of them and all before
@@ -301,3 +302,48 @@ def _slab_of(sequence: OnnxSequence) -> SlabKv:
 
 def _refuse_adapter(source: Any) -> NoReturn:
     raise AdapterRefused(f"ONNX Runtime does not take {source}: a graph is fixed. Use engine='hf' or 'llamacpp'.")
+
+
+def load_tokenizer(folder: Path, stop_ids: frozenset[int], vocabulary_size: int) -> HfTokenizer:
+    """The folder's tokenizer; `stop_ids` end a reply, beside its own end token. Raises `BrokenModel`."""
+    path = folder / "tokenizer.json"
+    if not is_file(path):
+        raise BrokenModel(f"{folder} has no tokenizer.json. Copy it from where the model came from.")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        raise BrokenModel(f"{path} cannot be read ({error}). Get it again.") from error
+    config = read_tokenizer_config(folder)
+    template, bos, eos = _template(folder, config), _token(config, "bos_token"), _token(config, "eos_token")
+    end = backend.token_to_id(eos) if eos else None
+    return HfTokenizer(
+        backend,
+        render=make_renderer(template, bos, eos) if template else None,
+        stop_ids=stop_ids | ({end} if end is not None and end < vocabulary_size else set()),
+        vocabulary_size=vocabulary_size,
+        template=template,
+    )
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str:
+    """The chat template: a file of its own, or in the tokenizer's configuration, as text or as a list of named ones."""
+    if is_file(folder / "chat_template.jinja"):
+        return read_text(folder / "chat_template.jinja")
+    if is_file(folder / "chat_template.json"):
+        try:
+            found = read_json(folder / "chat_template.json")
+        except ValueError as error:
+            raise BrokenModel(f"{folder / 'chat_template.json'} is not JSON ({error}). Get it again.") from error
+    else:
+        found = config
+    value = found.get("chat_template") if isinstance(found, dict) else None
+    if isinstance(value, list):
+        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else ""
+
+
+def _token(config: dict[str, Any], name: str) -> str:
+    value = config.get(name)
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -16,10 +17,9 @@ from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.server.anthropic.translate import messages_request, translate_chat
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
-from rekindle.server.job import Finished
+from rekindle.server.job import Finished, ReplyPart, ThoughtDelta
 from rekindle.server.protocol import WireProtocol, typed_frame
 from rekindle.server.reply_fields import new_id, rekindle_of
-from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
 from rekindle.text.tools.parse import CallDelta
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -49,9 +49,8 @@ async def answer_messages(call: Call, body: MessagesRequest) -> Response:
     head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": adapter or call.service.model}
     ignored = sorted([*call.ignored(body), *chat.ignored, *dropped])
     if body.stream:
-        first, rest = await call.begin(events)
-        start = {**head, "content": [], **_stopped(None), "usage": _usage(body, first, 0)}
-        return call.stream(_events(call.parts(rest, request), body, start, ignored), first, rest)
+        start = {**head, "content": [], **_stopped(None)}
+        return await call.stream(events, partial(_events, call.parts(events, request), body, start, ignored))
     planned, (reply,) = await call.collect(events, 1)
     ended = {**_stopped(reply), "usage": _usage(body, reply.reuse, reply.usage.completion_tokens)}
     about = rekindle_of(reply.reuse, ignored)
@@ -107,10 +106,14 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
 
 
 async def _events(
-    parts: AsyncGenerator[ReplyPart, None], body: MessagesRequest, start: Mapping[str, Any], ignored: list[str]
+    parts: AsyncGenerator[ReplyPart, None],
+    body: MessagesRequest,
+    start: Mapping[str, Any],
+    ignored: list[str],
+    planned: Reuse,
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     """The events of a stream, from message_start to message_stop."""
-    yield {"type": "message_start", "message": start}
+    yield {"type": "message_start", "message": {**start, "usage": _usage(body, planned, 0)}}
     yield _PING
     blocks = _BlockEvents()
     async with aclosing(parts):

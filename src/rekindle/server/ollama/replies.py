@@ -1,4 +1,4 @@
-"""/api/chat and /api/generate."""
+"""/api/chat and /api/generate, /api/embed and /api/embeddings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from rekindle.core.request import Message, Request
+from rekindle.core.request import Request
 from rekindle.core.size import keep_alive_seconds
 from rekindle.core.tools import ToolCall
-from rekindle.server.call import Call, plan_header
+from rekindle.server.call import Call, answer_prepared, plan_header
+from rekindle.server.embed_texts import check_embedder, embed_texts, narrowed
 from rekindle.server.errors import ApiError
-from rekindle.server.job import Finished
-from rekindle.server.ollama.schema import GenerateRequest, OllamaBody, OllamaChatRequest
+from rekindle.server.host import without_latest
+from rekindle.server.job import Finished, ReplyPart, ThoughtDelta
+from rekindle.server.ollama.schema import (
+    EmbedRequest,
+    GenerateRequest,
+    OldEmbeddingsRequest,
+    OllamaBody,
+    OllamaChatRequest,
+)
 from rekindle.server.ollama.translate import (
+    OLLAMA,
     call_of,
     chat_request,
     check_refused,
@@ -27,10 +36,7 @@ from rekindle.server.ollama.translate import (
     ignored_options,
     nanoseconds,
 )
-from rekindle.server.ollama.wire import OLLAMA
 from rekindle.server.reply_fields import quoting_of, rekindle_of
-from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
-from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
 from rekindle.text.reasoning import has_think_switch
 from rekindle.text.tools.parse import CallDelta
@@ -135,7 +141,8 @@ async def _answer(
     ignored = [*call.ignored(body), *dropped, *ignored_options(body, session.engine.context_tokens)]
     if body.think is not None and not has_think_switch(await call.template()):
         ignored.append("think")
-    prepared = await _prepared(call, body, request)
+    wanted = body.rekindle.knowledge if body.rekindle is not None else None
+    prepared = None if wanted is None else await call.with_passages(request, wanted)
     if prepared is None:
         events = call.service.answer([request], call.caller, body)
     else:
@@ -143,20 +150,34 @@ async def _answer(
         events = answer_prepared(call, body, prepared, started)
     answering = _Answering(body, request, model, sorted(ignored), fields, started, prepared)
     if body.streamed:
-        first, rest = await call.begin(events)
-        return call.stream(answering.lines(call.parts(rest, request)), first, rest)
+        return await call.stream(events, lambda _: answering.lines(call.parts(events, request)))
     planned, (reply,) = await call.collect(events, 1)
     written = fields(reply.text, reply.thinking, reply.tool_calls)
     return JSONResponse(answering.last(Finished(reply), written), headers=plan_header(planned))
 
 
-async def _prepared(call: Call, body: OllamaBody, request: Request) -> Prepared | None:
-    """Passages of the library for the last user message; None if it does not ask for any."""
-    wanted = body.rekindle.knowledge if body.rekindle is not None else None
-    if wanted is None:
-        return None
-    said = [m.content for m in request.prompt if isinstance(m, Message) and m.role == "user"]
-    if not said or not said[-1].strip():
-        raise ApiError(400, "messages: No message of the user has text to search for.", param="messages")
-    session = call.service.session
-    return await call.in_thread(lambda: session.prepare_request(said[-1], request, wanted.top_k, wanted.retrieval))
+async def answer_embed(call: Call, body: EmbedRequest) -> Response:
+    """Vectors of texts, in Ollama's format."""
+    started, model = time.perf_counter(), check_embedder(call, without_latest(body.model or ""))
+    found = await embed_texts(call, body.input)
+    if found.truncated and body.truncate is False:
+        raise ApiError(400, f"truncate: {found.truncated} of the texts are longer than {model} reads. Shorten them.")
+    return JSONResponse(
+        {
+            "model": model,
+            "embeddings": narrowed(found.vectors, body.dimensions).tolist(),
+            "total_duration": nanoseconds(time.perf_counter() - started),
+            "load_duration": 0,
+            "prompt_eval_count": found.tokens,
+            "rekindle": {"truncated": found.truncated, "ignored": body.ignored()},
+        }
+    )
+
+
+async def answer_old_embeddings(call: Call, body: OldEmbeddingsRequest) -> Response:
+    """The vector of one text, in Ollama's older format."""
+    check_embedder(call, without_latest(body.model or ""))
+    if not body.prompt:
+        raise ApiError(400, "prompt: There is nothing to embed. Give a text.")
+    found = await embed_texts(call, body.prompt)
+    return JSONResponse({"embedding": found.vectors[0].tolist()})

@@ -1,4 +1,4 @@
-"""From a body of Ollama's API to a request of the session, and from a reply to Ollama's fields."""
+"""From a body of Ollama's API to a request of the session, and from a reply to Ollama's fields and lines of JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,25 @@ from rekindle.core.request import Message, Options, PromptLike, Request
 from rekindle.core.tools import ToolCall
 from rekindle.server.body import ReplyLength, cache_options
 from rekindle.server.errors import ApiError
-from rekindle.server.ollama.schema import (
-    GenerateRequest,
-    ModelOptions,
-    OllamaBody,
-    OllamaChatRequest,
-    OllamaMessage,
-)
+from rekindle.server.ollama.schema import GenerateRequest, ModelOptions, OllamaBody, OllamaChatRequest, OllamaMessage
+from rekindle.server.protocol import WireProtocol, to_json
+
+
+def _error(problem: ApiError) -> dict[str, Any]:
+    if problem.overflow is None:
+        return {"error": problem.message}
+    return {
+        "error": "the input length exceeds the context length: {} > {}. {}".format(*problem.overflow, problem.message)
+    }
+
+
+def _line(item: Mapping[str, Any]) -> str:
+    return f"{to_json(item)}\n"
+
+
+# A space before a line is still JSON; an empty line is none, and ends clients.
+OLLAMA = WireProtocol("Ollama", _error, _line, ping=" ", media_type="application/x-ndjson")
+
 
 _REFUSED = {
     "template": "the model's own template is used. Leave it out, or send the whole text with raw.",
@@ -86,37 +98,18 @@ def _options(body: OllamaBody, tenant: str, length: ReplyLength) -> Options:
     if body.format:
         schema = {"type": "object"} if isinstance(body.format, str) else body.format
         options["grammar"] = Grammar.json_schema(schema)
-    own = body.rekindle
-    if own is not None and own.reuse is not None:
-        options.setdefault("reuse", own.reuse)
-    if own is not None and own.answers is not None:
-        options["answers"] = own.answers
-    if own is not None and own.documents:
-        if own.knowledge is not None:
-            raise ApiError(400, "rekindle: Give either documents or knowledge.", param="rekindle.knowledge")
-        options["documents"] = [
-            item if isinstance(item, str) else {"text": item.content, "title": item.title} for item in own.documents
-        ]
     return options
 
 
 def _sampling(given: ModelOptions) -> Options:
     """Ollama's own defaults where nothing is given, but no penalty."""
-    options: Options = {
-        "temperature": 0.8 if given.temperature is None else float(given.temperature),
-        "top_p": 0.9 if given.top_p is None else given.top_p,
-    }
-    top_k = 40 if given.top_k is None else given.top_k
-    if top_k:
-        options["top_k"] = top_k
-    if given.min_p is not None:
-        options["min_p"] = given.min_p
+    options: Options = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
+    for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"):
+        if (value := getattr(given, name)) is not None:
+            options[name] = value
+    options["top_k"] = options["top_k"] or None
     if given.repeat_penalty is not None:
         options["repetition_penalty"] = given.repeat_penalty
-    if given.presence_penalty is not None:
-        options["presence_penalty"] = given.presence_penalty
-    if given.frequency_penalty is not None:
-        options["frequency_penalty"] = given.frequency_penalty
     if given.seed is not None and given.seed >= 0:
         options["seed"] = given.seed
     if given.stop:

@@ -12,14 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
-from rekindle.server.call import Call, plan_header
-from rekindle.server.job import Finished
-from rekindle.server.openai.request import chat_request, last_user_text, request_of_choice
-from rekindle.server.openai.response import chat_logprobs, usage_of
+from rekindle.server.call import Call, answer_prepared, plan_header
+from rekindle.server.job import Finished, ReplyPart, ThoughtDelta
+from rekindle.server.openai.translate import chat_logprobs, chat_request, request_of_choice, usage_of
 from rekindle.server.reply_fields import new_id, quoting_of, rekindle_of, timings_of
-from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
 from rekindle.server.schema import ChatRequest
-from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
 from rekindle.text.reasoning import has_think_switch
 from rekindle.text.tools.parse import CallDelta
@@ -42,9 +39,8 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
         events = call.service.answer(requests, call.caller, body)
     head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
-        first, rest = await call.begin(events)
         chunks = _ChatChunks(body, request, head, ignored, prepared)
-        return call.stream(chunks.write(call.parts(rest, request, body.n)), first, rest)
+        return await call.stream(events, lambda _: chunks.write(call.parts(events, request, body.n)))
     planned, replies = await call.collect(events, len(requests))
     choices = [_choice(number, reply, body) for number, reply in enumerate(replies)]
     stats = {"usage": usage_of(replies), "timings": timings_of(replies[0])}
@@ -61,10 +57,9 @@ async def _prepared(call: Call, body: ChatRequest, request: Request) -> Prepared
     wanted, session = body.rekindle.knowledge if body.rekindle is not None else None, call.service.session
     if wanted is None:
         return await call.in_thread(lambda: session.prepare_given(request)) if body.n == 1 and request.quotes else None
-    question = last_user_text(body)
     if body.n > 1 and session.answers.way(request) == "direct":  # the same reply several times is no choice
         request = replace(request, answers="verified")
-    return await call.in_thread(lambda: session.prepare_request(question, request, wanted.top_k, wanted.retrieval))
+    return await call.with_passages(request, wanted)
 
 
 def _choice(number: int, reply: Reply, body: ChatRequest) -> dict[str, Any]:

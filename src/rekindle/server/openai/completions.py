@@ -14,8 +14,13 @@ from rekindle.errors import InvalidPrompt
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
 from rekindle.server.job import ChoiceEvent, Finished
-from rekindle.server.openai.request import completion_requests, prompts_of, request_of_choice
-from rekindle.server.openai.response import completion_logprobs, usage_of
+from rekindle.server.openai.translate import (
+    completion_logprobs,
+    completion_requests,
+    prompts_of,
+    request_of_choice,
+    usage_of,
+)
 from rekindle.server.reply_fields import new_id, rekindle_of, timings_of
 from rekindle.server.schema import MAX_CHOICES, CompletionRequest
 
@@ -43,8 +48,7 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     }
     echoes = [_echo(call, prompt) if body.echo else "" for prompt in prompts_of(body.prompt) for _ in range(body.n)]
     if body.stream:
-        first, rest = await call.begin(events)
-        return call.stream(_chunks(rest, call, body, head, echoes), first, rest)
+        return await call.stream(events, lambda _: _chunks(events, call, body, head, echoes))
     planned, replies = await call.collect(events, len(requests))
     choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]
     stats = {"usage": usage_of(replies, len(asked)), "timings": timings_of(replies[0])}

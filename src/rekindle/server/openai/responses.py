@@ -14,11 +14,10 @@ from rekindle.core.reply import Reply
 from rekindle.core.tools import ToolCall
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
-from rekindle.server.job import Finished
+from rekindle.server.job import Finished, ReplyPart, ThoughtDelta
 from rekindle.server.openai.responses_request import ResponsesRequest, responses_request, translate_input
 from rekindle.server.protocol import WireProtocol, openai_error, typed_frame
 from rekindle.server.reply_fields import new_id, rekindle_of, timings_of
-from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
 from rekindle.text.tools.parse import CallDelta
 
 
@@ -40,8 +39,8 @@ async def answer_responses(call: Call, body: ResponsesRequest) -> Response:
     ignored = sorted([*call.ignored(body), *chat.ignored, *dropped])
     head = _head(body, adapter or call.service.model)
     if body.stream:
-        first, rest = await call.begin(events)
-        return call.stream(_numbered(_events(call, call.parts(rest, request), head, ignored)), first, rest)
+        parts = call.parts(events, request)
+        return await call.stream(events, lambda _: _numbered(_events(call, parts, head, ignored)))
     planned, (reply,) = await call.collect(events, 1)
     output = [
         *_thought_items(reply.thinking),

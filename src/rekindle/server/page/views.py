@@ -10,6 +10,8 @@ import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import psutil
@@ -22,7 +24,7 @@ from rekindle.errors import RekindleError
 from rekindle.idle.log import recent_actions, summarize_actions
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
-from rekindle.server.event_stream import EventStream
+from rekindle.server.protocol import EventStream
 from rekindle.server.recent_requests import RecordedRequest
 from rekindle.server.reply_fields import retrieval_of, sources_of, stored_of
 from rekindle.server.usage_log import HOUR, MINUTE
@@ -206,3 +208,27 @@ async def show_usage(call: Call) -> Response:
     hour = await call.in_thread(lambda: usage.rows(MINUTE, HOUR))
     month = await call.in_thread(lambda: usage.rows(HOUR, 31 * 24 * HOUR))
     return JSONResponse({"hour": hour, "month": month})
+
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+@cache
+def page_files() -> dict[str, Response]:
+    """All files by path; the page itself is at /page/index.html, and `greet` gives it to browsers at /."""
+    found = {}
+    for file in files(__package__).joinpath("static").iterdir():
+        media_type = _TYPES[file.name.rsplit(".", 1)[1]]
+        found[f"/page/{file.name}"] = Response(file.read_bytes(), headers=_HEADERS, media_type=media_type)
+    return found

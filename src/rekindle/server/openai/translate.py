@@ -1,4 +1,4 @@
-"""From the body of an HTTP request to a request of the session."""
+"""From the body of an HTTP request to a request of the session, and from replies to usage and logprobs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 from rekindle.core.grammar import Grammar
+from rekindle.core.reply import Reply, SampledToken, TokenLogprob
 from rekindle.core.request import Options, PromptLike, Request
 from rekindle.server.body import ReplyLength, cache_options, content_text, messages_of
 from rekindle.server.errors import ApiError
-from rekindle.server.schema import (
-    AskRequest,
-    ChatRequest,
-    CompletionRequest,
-    DocumentText,
-    PromptRequest,
-    SamplingBody,
-)
+from rekindle.server.schema import AskRequest, ChatRequest, CompletionRequest, PromptRequest, SamplingBody
 from rekindle.session.ask import AskOptions
 
 _SEEDS = 2**64
@@ -40,36 +34,7 @@ def chat_request(body: ChatRequest, tenant: str, length: ReplyLength) -> Request
     options["think"] = body.think
     if body.prediction is not None:
         options["drafts"] = [content_text(body.prediction.content) or ""]
-    if body.rekindle is not None and body.rekindle.answers is not None:
-        options["answers"] = body.rekindle.answers
-    if body.rekindle is not None and body.rekindle.reuse is not None:
-        options.setdefault("reuse", body.rekindle.reuse)
-    if body.rekindle is not None and body.rekindle.documents:
-        options["documents"] = documents_of(body.rekindle.documents, "rekindle.documents")
-        if body.rekindle.knowledge is not None:
-            raise ApiError(400, "Give either documents or knowledge.", param="rekindle.knowledge")
     return Request.of(messages_of(body.messages), **options)
-
-
-def documents_of(given: Sequence[str | DocumentText], field: str) -> list[dict[str, str]]:
-    """Documents as the session takes them. Raises `ApiError` 400 that names an empty one."""
-    found = []
-    for number, item in enumerate(given):
-        text = item if isinstance(item, str) else item.content
-        if not text.strip():
-            message = "It has no text. Give one, as a text or as {'text': ..., 'title': ...}."
-            raise ApiError(400, f"{field}.{number}: {message}", param=f"{field}.{number}")
-        about = {} if isinstance(item, str) else item.model_dump(include={"title", "source"}, exclude_none=True)
-        found.append({"text": text, **about})
-    return found
-
-
-def last_user_text(body: ChatRequest) -> str:
-    """The last message of the user, to search the library with. Raises `ApiError` 400 if it is empty."""
-    texts = [content_text(message.content) for message in body.messages if message.role == "user"]
-    if not texts or not (texts[-1] or "").strip():
-        raise ApiError(400, "No message of the user has text to search for.", param="messages")
-    return str(texts[-1])
 
 
 def ask_options(body: AskRequest, tenant: str, length: ReplyLength) -> AskOptions:
@@ -84,7 +49,7 @@ def ask_options(body: AskRequest, tenant: str, length: ReplyLength) -> AskOption
         options["answers"] = body.answers
     if body.reuse is not None:
         options.setdefault("reuse", body.reuse)
-    return cast(AskOptions, options)
+    return cast("AskOptions", options)
 
 
 def completion_requests(body: CompletionRequest, tenant: str, length: ReplyLength) -> list[Request]:
@@ -96,8 +61,6 @@ def completion_requests(body: CompletionRequest, tenant: str, length: ReplyLengt
     options = _options(body, tenant, length, None)
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
-    if body.rekindle is not None and body.rekindle.reuse is not None:
-        options.setdefault("reuse", body.rekindle.reuse)
     return [Request.of(prompt, **options) for prompt in prompts_of(body.prompt)]
 
 
@@ -164,3 +127,47 @@ def _grammar(body: SamplingBody) -> Grammar | None:
     if form.json_schema is None:
         raise ApiError(400, "response_format json_schema needs a json_schema.", param="response_format.json_schema")
     return Grammar.json_schema(form.json_schema.body)
+
+
+def usage_of(replies: Sequence[Reply], prompts: int = 1) -> dict[str, Any]:
+    """`usage` as OpenAI has it; a prompt with several choices counts once."""
+    each = len(replies) // prompts
+    asked = [replies[number] for number in range(0, len(replies), each)]
+    prompt, written = sum(r.usage.prompt_tokens for r in asked), sum(r.usage.completion_tokens for r in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(r.usage.cached_tokens for r in asked)},
+        "completion_tokens_details": {"accepted_prediction_tokens": sum(r.usage.drafted_tokens for r in replies)},
+    }
+
+
+def chat_logprobs(drawn: Sequence[SampledToken]) -> dict[str, Any]:
+    """Logprobs as chat completions have them."""
+    content = [{**_likelihood(one.chosen), "top_logprobs": [_likelihood(other) for other in one.top]} for one in drawn]
+    return {"content": content, "refusal": None}
+
+
+def _likelihood(one: TokenLogprob) -> dict[str, Any]:
+    return {"token": one.text.decode("utf-8", "replace"), "logprob": one.logprob, "bytes": list(one.text)}
+
+
+def completion_logprobs(drawn: Sequence[SampledToken], offset: int) -> dict[str, Any]:
+    """Logprobs as completions have them; the text begins at `offset`."""
+    texts = [one.chosen.text.decode("utf-8", "replace") for one in drawn]
+    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
+    return {
+        "tokens": [_spelled(one.chosen.text) for one in drawn],
+        "token_logprobs": [one.chosen.logprob for one in drawn],
+        "top_logprobs": [{_spelled(other.text): other.logprob for other in one.top} for one in drawn],
+        "text_offset": offsets,
+    }
+
+
+def _spelled(text: bytes) -> str:
+    """The text of a token; partial characters are written as bytes, as OpenAI does, so that no two look alike."""
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)

@@ -1,4 +1,4 @@
-"""/completion and /infill."""
+"""llama.cpp's own endpoints: /completion and /infill, /props, /slots and /apply-template."""
 
 from __future__ import annotations
 
@@ -8,16 +8,39 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from rekindle import __version__
 from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply, SampledToken, TextPiece, TokenLogprob
-from rekindle.core.request import Options, PromptLike, Request
-from rekindle.server.body import cache_options
+from rekindle.core.request import Message, Options, PromptLike, Request
+from rekindle.server.body import cache_options, messages_of
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
 from rekindle.server.job import ChoiceEvent, Finished
-from rekindle.server.llamacpp.schema import InfillRequest, NativeCompletionRequest, NativeSamplingBody
+from rekindle.server.llamacpp.schema import (
+    ApplyTemplateRequest,
+    InfillRequest,
+    NativeCompletionRequest,
+    NativeSamplingBody,
+)
+from rekindle.server.protocol import WireProtocol
 from rekindle.server.reply_fields import rekindle_of, timings_of
 from rekindle.text.fill_in import OtherFile
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 501: "not_supported_error",
+          503: "unavailable_error"}  # fmt: skip
+
+
+def _error(problem: ApiError) -> dict[str, Any]:
+    kind = _KINDS.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    error: dict[str, Any] = {"code": problem.status, "message": problem.message, "type": kind}
+    if problem.overflow is not None:
+        tokens, context = problem.overflow
+        error |= {"type": "exceed_context_size_error", "n_prompt_tokens": tokens, "n_ctx": context}
+    return {"error": error}
+
+
+LLAMACPP = WireProtocol("LlamaCpp", _error)
+
 
 _MAX_PROMPTS = 64
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0,
@@ -71,8 +94,7 @@ async def _answer(call: Call, body: NativeSamplingBody, prompts: Sequence[Prompt
     replies = _NativeReplies(body, requests, adapter or call.service.model, sorted(ignored))
     events = call.service.answer(requests, call.caller, body)
     if body.stream:
-        first, rest = await call.begin(events)
-        return call.stream(replies.chunks(rest), first, rest)
+        return await call.stream(events, lambda _: replies.chunks(events))
     planned, collected = await call.collect(events, len(requests))
     whole = [replies.last(number, reply, reply.text, reply.logprobs) for number, reply in enumerate(collected)]
     return JSONResponse(whole[0] if len(whole) == 1 else whole, headers=plan_header(planned))
@@ -83,14 +105,10 @@ def _options(call: Call, body: NativeSamplingBody) -> Options:
     settings = _settings(body)
     wanted = body.n_predict
     options["max_tokens"] = length.longest if wanted is not None and wanted < 0 else length.of(wanted)
-    options["temperature"], options["top_p"], options["min_p"] = (
-        settings[n] for n in ("temperature", "top_p", "min_p")
-    )
     options["repetition_penalty"] = settings["repeat_penalty"]
-    options["presence_penalty"] = settings["presence_penalty"]
-    options["frequency_penalty"] = settings["frequency_penalty"]
-    if settings["top_k"]:
-        options["top_k"] = settings["top_k"]
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
+        options[name] = settings[name]
+    options["top_k"] = settings["top_k"] or None
     if body.seed is not None and body.seed >= 0:
         options["seed"] = body.seed
     if body.stop:
@@ -107,8 +125,6 @@ def _options(call: Call, body: NativeSamplingBody) -> Options:
         options["grammar"] = Grammar.json_schema(body.json_schema)
     if body.n_probs or body.return_tokens:
         options["logprobs"] = body.n_probs
-    if body.rekindle is not None and body.rekindle.reuse is not None:
-        options.setdefault("reuse", body.rekindle.reuse)
     return options
 
 
@@ -186,3 +202,55 @@ class _NativeReplies:
 def _likelihood(one: TokenLogprob) -> dict[str, Any]:
     text = one.text.decode("utf-8", "replace")
     return {"id": one.token, "token": text, "bytes": list(one.text), "logprob": one.logprob}
+
+
+async def show_props(call: Call) -> Response:
+    """The model and its limits, as llama.cpp's server shows them."""
+    service = call.service
+    return JSONResponse(
+        {
+            "default_generation_settings": _slot(call, 0),
+            "total_slots": service.line.places,
+            "model_alias": service.model,
+            "model_path": service.model,
+            "chat_template": await call.template(),
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"rekindle {__version__}",
+        }
+    )
+
+
+async def list_slots(call: Call) -> Response:
+    """How many requests are answered at the same time, as llama.cpp's server shows it; nobody's prompts."""
+    call.require_operator()
+    return JSONResponse([_slot(call, number) for number in range(call.service.line.places)])
+
+
+def _slot(call: Call, number: int) -> dict[str, Any]:
+    busy = call.caller.operator and number < call.service.line.running
+    context = call.service.session.engine.context_tokens
+    return {"id": number, "n_ctx": context, "speculative": False, "is_processing": busy, "params": {}, "prompt": ""}
+
+
+async def apply_template(call: Call, body: ApplyTemplateRequest) -> Response:
+    """The prompt that messages become by the model's template, its control tokens spelled out."""
+    call.adapter_of(body.model)
+    variables = body.chat_template_kwargs
+    think = None if variables is None else variables.think
+    request = Request.of(messages_of(body.messages), tools=body.tools or (), think=think)
+    messages = [message for message in request.prompt if isinstance(message, Message)]
+    session = call.service.session
+
+    def applied() -> str:
+        with session.staying():
+            engine = session.engine
+            tokens = engine.tokenizer.encode_chat(
+                messages, tools=request.tools, think=think, token_limit=engine.context_tokens
+            )
+            return engine.tokenizer.spell(tokens)
+
+    ignored = [
+        *body.ignored(),
+        *(f"chat_template_kwargs.{name}" for name in (variables.ignored() if variables else ())),
+    ]
+    return JSONResponse({"prompt": await call.in_thread(applied), "rekindle": {"ignored": ignored}})
