@@ -61,6 +61,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "is removed"),
     ("rekindle", 95, 0, "KV of queued requests comes from disk to memory: claims of the memory tier, preload, a thread "
      "for it"),
+    ("rekindle", 12, 0, "recomputed tokens of reused passages share steps with other rows"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
