@@ -62,6 +62,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 95, 0, "KV of queued requests comes from disk to memory: claims of the memory tier, preload, a thread "
      "for it"),
     ("rekindle", 12, 0, "recomputed tokens of reused passages share steps with other rows"),
+    ("rekindle", 30, 0, "variants: known passages that are computed become one, several of KV that is not exact, the "
+     "one that depends least on what has changed is reused"),
+    ("benchmarks", 6, 0, "the published choice of a variant, by CFO"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

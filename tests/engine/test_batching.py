@@ -15,8 +15,8 @@ from rekindle.engine.base import HeldKv, Logits, Row, StayingFeed
 from rekindle.engine.batching import BatchingEngine
 from rekindle.engine.fairness import FairShare, Requester, taking
 from rekindle.engine.fake import FakeEngine
-from rekindle.engine.step_scheduler import StepCall, StepScheduler
 from rekindle.engine.hooks import KvDrift
+from rekindle.engine.step_scheduler import StepCall, StepScheduler
 from rekindle.errors import Cancelled, Closed, KvLost, OutOfMemory, StepRefused
 
 

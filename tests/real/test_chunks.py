@@ -193,3 +193,24 @@ def test_the_recomputed_tokens_of_a_prompt_share_a_step_with_the_reply_of_anothe
         if not company:
             alone = reply
     assert reply.text == alone.text and reply.reuse.recomputed == alone.reuse.recomputed > 0
+
+
+def test_a_passage_that_is_computed_although_it_is_known_is_found_as_it_is_now(smollm2: Any, tmp_path: Path) -> None:
+    with Session(smollm2, cache=tmp_path / "cache", reuse="approximate", recompute_budget=0.99) as session:
+        session.cache.kv.costs = UnmeasuredCosts()
+        assert session.cache.store is not None
+        prefill(session, about("What is this?", "Harbour", "Lighthouse", "Ferry"))
+        before = session.cache.store.variants.stats().variants
+        done = prefill(session, about("Who lit the lamp?", "Harbour", "Bakery", "Lighthouse", "Ferry"))
+        passages = done.known.passages
+        assert passages is not None and done.reuse.level == "approximate"
+        computed = passages.computed_in(done.plan)
+        assert computed and session.cache.store.variants.stats().variants == before + 1 + len(computed)
+        again = prefill(session, about("Who lit the lamp?", "Ferry", "Harbour", "Bakery", "Lighthouse"))
+        assert again.known.passages is not None
+        found = {chunk.digest: chunk.known for chunk in again.known.passages.picked}
+        for chunk in computed:
+            known = found[chunk.digest]
+            assert (
+                known is not None and known.variant.before == passages.digests[: passages.digests.index(chunk.digest)]
+            )
