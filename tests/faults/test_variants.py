@@ -221,7 +221,7 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
         assert worker.returncode == 0, complaint.decode()
     with TieredStore(folder, NO_MEMORY) as store:
         assert check(store.disk).problems == ()
-        assert len(find(store, ALONE)) <= 1
+        assert len(find(store, ALONE)) <= 2  # one of each process: they came after other text
 
 
 def test_eviction_under_a_variant_never_gives_wrong_numbers_nor_exceeds_the_limit(tmp_path: Path) -> None:
