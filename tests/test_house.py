@@ -59,6 +59,12 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 928, 8, "vllm/: a connector for vLLM: plans in its scheduler, layer-wise loads and saves in its "
      "workers, the layout of its blocks found by trial, metrics, events; part of a match is loaded, a model's KV "
      "is removed"),
+    ("rekindle", 95, 0, "KV of queued requests comes from disk to memory: claims of the memory tier, preload, a thread "
+     "for it"),
+    ("rekindle", 12, 0, "recomputed tokens of reused passages share steps with other rows"),
+    ("rekindle", 30, 0, "variants: known passages that are computed become one, several of KV that is not exact, the "
+     "one that depends least on what has changed is reused"),
+    ("benchmarks", 6, 0, "the published choice of a variant, by CFO"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -24,9 +24,10 @@ from benchmarks.baselines.cache_craft import set_cache
 from benchmarks.baselines.choose_in_layers import ChooseByDeviation, ChooseByFocus
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.chunks import prefill
-from rekindle.chunks.match import calibration_of
+from rekindle.chunks.match import calibration_of, match_chunks
 from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.chunks.recompute import Recomputed, SelectiveRecompute
+from rekindle.chunks.scores import preference
 from rekindle.chunks.select import OURS, LeadingPolicy, Positions, RecomputePolicy, StaleTokens, recompute_policy_for
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant
 from rekindle.core.keys import KvSpace
@@ -153,7 +154,14 @@ class PublishedChunks(ChunkPrefill):
         """The chunks of a prompt, each with the variant to reuse."""
         if self.recompute_policy.name == "set-cache":
             found = only_the_set(passages.digests, found)
-        return super().match(passages, found)
+        rank = preference if self.recompute_policy.name in (OURS, "leading") else lowest_overhead
+        return match_chunks(passages.prompt_layout, passages.digests, found, rank)
+
+
+def lowest_overhead(match: ChunkMatch) -> tuple[float, float]:
+    """Sort key of a chunk's variants as published: CFO, then drift."""
+    assert match.known is not None and match.overhead is not None
+    return match.overhead, match.known.variant.drift
 
 
 def only_the_set(

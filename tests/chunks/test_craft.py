@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -12,16 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.chunks.scores import (
-    context_change,
-    context_impact,
-    disorder,
-    fix_overhead,
-    overlap,
-    preference,
-)
-from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, Variant, chunk_digest
+from rekindle.chunks.match import match_chunks
+from rekindle.chunks.scores import context_change, context_impact, disorder, fix_overhead, overlap
+from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, PromptLayout, Variant, chunk_digest
 from rekindle.core.kv import Span
+from rekindle.core.plan import Tier
 
 HEAD, A, B, C, D = (chunk_digest([number]) for number in range(5))
 OTHER_HEAD = chunk_digest([99])
@@ -44,7 +39,8 @@ def variant(
     drift: float = 0.0,
 ) -> Variant:
     earlier = [EarlierChunk(chunk, 10, 1.0 if masses is None else masses[i]) for i, chunk in enumerate(before)]
-    return Variant(digest, Span(100, 100 + tokens), scores(intra, *earlier), drift)
+    outside = np.full(tokens, 0.5, np.float16)
+    return Variant(digest, Span(100, 100 + tokens), replace(scores(intra, *earlier), outside=outside), drift)
 
 
 @st.composite
@@ -195,14 +191,31 @@ def test_the_change_of_a_context_is_a_share_and_none_after_the_same(
     assert drift - 1e-9 <= context_change(stored, before, [10] * len(before)) <= 1.0
 
 
-def best(variants: list[Variant], before: list[ChunkDigest]) -> Variant:
-    return min(variants, key=lambda one: preference(one, before))
+@dataclass(frozen=True)
+class Known:
+    """A variant on disk."""
+
+    variant: Variant
+    id: int = 1
+    tier: Tier = "disk"
+    size_bytes: int = 0
 
 
-def test_the_best_variant_has_the_lowest_overhead() -> None:
+def best(variants: list[Variant], before: list[ChunkDigest], digest: ChunkDigest = C) -> Variant:
+    layout = PromptLayout(10, tuple(Span(10 * k, 10 * k + 10) for k in range(1, len(before) + 1)))
+    *_, last = match_chunks(layout, [*before, digest], {digest: [Known(one) for one in variants]})
+    assert last.known is not None
+    return last.known.variant
+
+
+def test_the_best_variant_depends_least_on_what_has_changed() -> None:
     poor, good = variant(C, [HEAD, B]), variant(C, [HEAD, A])
     assert best([poor, good], [HEAD, A]) is good
     assert best([poor, good], [HEAD, B]) is poor
+    first = variant(C, [HEAD])  # has no overhead, though nothing of what is before it now was
+    drifted = variant(C, [HEAD, A, B], drift=0.3)
+    assert fix_overhead(first, [HEAD, A, B]) == fix_overhead(drifted, [HEAD, A, B]) == 0
+    assert best([first, drifted], [HEAD, A, B]) is drifted
 
 
 def test_of_equal_variants_the_least_drifted_is_best_then_the_first() -> None:

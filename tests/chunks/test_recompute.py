@@ -122,6 +122,32 @@ def test_a_passage_of_which_all_would_be_recomputed_is_computed_and_explain_says
         assert "all of it depends on text that has changed" in explained and "about 99% to recompute" in explained
 
 
+@pytest.mark.parametrize(
+    ("known", "order", "nonprefix"),
+    [([A, B, C], [D, B, A], 0), ([A, B, C, E], [A, C, B], 1)],
+    ids=["exact", "after a reused one"],
+)
+def test_a_passage_that_was_computed_although_it_is_known_is_a_variant_that_fits_the_next_time(
+    tmp_path: Path, known: list[str], order: list[str], nonprefix: int
+) -> None:
+    with reusing(tmp_path / "cache", recompute_budget=0.99) as session:
+        assert session.cache.store is not None
+        variants = session.cache.store.variants
+        warmed(session, known)
+        before = variants.stats()
+        done = prefill(session, asked(order))
+        assert done.known.passages is not None
+        (computed,) = done.known.passages.computed_in(done.plan)
+        after = variants.stats()
+        assert after.variants - before.variants == after.chunks - before.chunks + 1 and after.nonprefix == nonprefix
+        earlier = done.known.passages.digests[: done.known.passages.digests.index(computed.digest)]
+        again = prefill(session, asked([A2, *order], "Who says so?"))
+        assert again.known.passages is not None
+        (fits,) = [chunk for chunk in again.known.passages.picked if chunk.digest == computed.digest]
+        assert fits.known is not None and fits.known.variant.before == earlier
+        assert fits.known.variant.scores.outside.min() != fits.known.variant.scores.outside.max()  # it was measured
+
+
 def test_nothing_is_scored_where_every_passage_is_stored(tmp_path: Path) -> None:
     """Reading attention costs time: only for passages that are new, even where nothing is reused."""
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rekindle.engine.base import Logits, Row
+from rekindle.core.kv import Span
+from rekindle.engine.base import HeldKv, Logits, Row, StayingFeed
 from rekindle.engine.batching import BatchingEngine
 from rekindle.engine.fairness import FairShare, Requester, taking
 from rekindle.engine.fake import FakeEngine
+from rekindle.engine.hooks import KvDrift
 from rekindle.engine.step_scheduler import StepCall, StepScheduler
-from rekindle.errors import Cancelled, Closed, StepRefused
+from rekindle.errors import Cancelled, Closed, KvLost, OutOfMemory, StepRefused
 
 
 class Watched(FakeEngine):
@@ -255,6 +258,7 @@ def test_a_caller_that_is_interrupted_while_it_waits_leaves_once_its_sequence_is
 def meet(inner: Watched, first: Asking, others: Sequence[Asking]) -> None:
     """The others wait together behind `first`, which is in the middle of a step."""
     inner.go.clear()
+    inner.entered.clear()
     first.start()
     assert inner.entered.wait(30)
     for request in others:
@@ -266,6 +270,89 @@ def meet(inner: Watched, first: Asking, others: Sequence[Asking]) -> None:
     for request in (first, *others):
         request.join(60)
         assert not request.is_alive()
+
+
+class Recomputing(Asking):
+    """A request whose prompt is there: of a passage from another prompt it computes every third token, and its last."""
+
+    def run(self) -> None:
+        try:
+            with taking(self.turn):
+                self.logits = self.engine.step([self.row()])
+        except BaseException as error:  # noqa: BLE001
+            self.error = error
+
+    def row(self) -> Row:
+        places = [*range(3, len(self.prompt) - 1, 3), len(self.prompt) - 1]
+        whole = Span(0, len(self.prompt) - 1)
+        present = (StayingFeed(whole, range(len(self.engine.layout.layers))),)
+        tokens = [self.prompt[place] for place in places]
+        return Row(self.sequence, tokens, places, "last", present, spread=KvDrift((whole,), 0.5))
+
+
+def recomputing(engine: Any, given: list[int]) -> Recomputing:
+    request = Recomputing(engine, given, 1)
+    engine.step([replace(Row.following(request.sequence, given, logits="none"), until=len(engine.layout.layers))])
+    assert request.sequence.length == 0
+    return request
+
+
+def mended_alone(given: list[int]) -> np.ndarray:
+    request = recomputing(FakeEngine(), given)
+    request.run()
+    return request.logits[0]
+
+
+@pytest.mark.usefixtures("company")
+def test_recomputed_tokens_of_reused_passages_share_a_step_and_give_what_they_give_alone() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner)
+    writing = [Asking(engine, prompt(4, number), 30) for number in (2, 3)]
+    mending = recomputing(engine, prompt(90, 1))
+    meet(inner, Asking(engine, prompt(5), 1), [*writing, mending])
+    assert mending.error is None and np.array_equal(mending.logits[0], mended_alone(prompt(90, 1)))
+    for request in writing:
+        assert all(np.array_equal(a, b) for a, b in zip(request.logits, alone(request.prompt, 30), strict=True))
+    (shared,) = [owners for owners in inner.sequences[1:] if mending.sequence in owners]
+    assert len(shared) == 3
+
+
+@pytest.mark.usefixtures("company")
+def test_recomputed_tokens_are_not_computed_twice_when_a_step_fails_by_another_s_fault() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner)
+    faulty, writing = Asking(engine, prompt(4, 2), 3), Asking(engine, prompt(4, 3), 3)
+    mending = recomputing(engine, prompt(90, 1))
+    inner.refuses, inner.refusal = faulty.sequence, OutOfMemory("nothing left")
+    meet(inner, Asking(engine, prompt(5), 1), [faulty, writing, mending])
+    assert isinstance(faulty.error, OutOfMemory) and isinstance(mending.error, KvLost)
+    assert all(np.array_equal(a, b) for a, b in zip(writing.logits, alone(writing.prompt, 3), strict=True))
+    assert sum(mending.sequence in owners for owners in inner.sequences[1:]) == 1
+
+
+def test_recomputed_tokens_are_never_cut_and_wait_if_they_do_not_fit_behind_others() -> None:
+    engine, scheduler = FakeEngine(), StepScheduler(FairShare(), 512)
+    long, short = recomputing(engine, prompt(900, 1)), recomputing(engine, prompt(90, 2))
+    calls = [StepCall([request.row()], Requester()) for request in (long, short)]
+    for call in calls:
+        assert call.recomputes and not call.goes_alone and not call.divisible
+        scheduler.add(call)
+    step = scheduler.next_step()
+    assert [(part.call, part.tokens) for part in step] == [(calls[0], calls[0].tokens)]
+    scheduler.computed(step, 1.0)
+    assert [part.call for part in scheduler.next_step()] == [calls[1]]
+
+
+def test_a_row_whose_loads_may_fail_or_that_looks_inside_goes_alone() -> None:
+    engine = FakeEngine()
+    row = recomputing(engine, prompt(90)).row()
+    (present,) = row.feeds
+    stored = recomputing(engine, prompt(90))
+    engine.step([Row.following(stored.sequence, stored.prompt)])
+    loads = replace(row, feeds=(HeldKv(stored.sequence.export(present.span)),))
+    for odd in (loads, replace(row, until=1, logits="none"), replace(row, logits="all")):
+        call = StepCall([odd], Requester())
+        assert call.goes_alone and not call.recomputes
 
 
 def finishing_order(inner: Watched, asking: Sequence[Asking]) -> list[int]:

@@ -221,7 +221,7 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
         assert worker.returncode == 0, complaint.decode()
     with TieredStore(folder, NO_MEMORY) as store:
         assert check(store.disk).problems == ()
-        assert len(find(store, ALONE)) <= 1
+        assert len(find(store, ALONE)) <= 2  # one of each process: they came after other text
 
 
 def test_eviction_under_a_variant_never_gives_wrong_numbers_nor_exceeds_the_limit(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_an_extent_that_is_said_to_stand_elsewhere_makes_its_variants_unknown(so
 
 def test_nonprefix_kv_of_two_computations_is_not_taken_for_one(sound: Path) -> None:
     with TieredStore(copy(sound, "mixed"), NO_MEMORY) as store:
-        chain = np.frombuffer(chain_tokens(chunk_digest(ALONE), token_bytes(ALONE)), "<u4").tolist()
+        chain = np.frombuffer(chain_tokens(variant(OTHER, PART, 0.5), token_bytes(ALONE)), "<u4").tolist()
         match = store.lookup(nonprefix(KV_SPACE), chain)
         assert match.length == len(chain)
         with store.disk.database.writing() as connection:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rekindle import Session
+from rekindle.core.reply import Reply
 from rekindle.core.request import Request
+from rekindle.engine.base import Row
+from rekindle.engine.step_scheduler import StepScheduler
 from tests.chunks.chunk_reuse import Outcome, compute, kv_space_of, prefill, stored_kv
 from tests.unmeasured_costs import UnmeasuredCosts
 
@@ -156,3 +161,56 @@ def test_text_pasted_into_another_template_is_found_but_for_its_seams_and_the_an
         for logits in (compute(session.engine, outcome.tokens)[0], outcome.logits)
     )
     assert float((np.exp(right) * (right - got)).sum()) < 0.2
+
+
+def test_the_recomputed_tokens_of_a_prompt_share_a_step_with_the_reply_of_another(
+    smollm2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.engine.batching._RETURN_SECONDS", 3.0)  # however slow this machine gives it a core
+    monkeypatch.setattr(StepScheduler, "_sharing_pays", True)
+    steps: list[Sequence[Row]] = []
+    step = smollm2.step
+    monkeypatch.setattr(smollm2, "step", lambda rows, stop=None: steps.append(rows) or step(rows, stop))
+
+    def asked(folder: Path, *, company: bool) -> Reply:
+        settings: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3, "parallel": 2}
+        with Session(smollm2, cache=folder, **settings) as session, ThreadPoolExecutor(1) as threads:
+            session.cache.kv.costs = UnmeasuredCosts()
+            for names in (("Harbour", "Lighthouse"), ("Ferry", "Bakery")):
+                prefill(session, about("What is this?", *names))
+            with session.stream("Once upon a time", max_tokens=1000, min_tokens=1000) as other:
+                if company:
+                    next(other)
+                    threads.submit(list, other)
+                steps.clear()
+                request = about("Who lit the lamp?", "Bakery", "Lighthouse", "Harbour", max_tokens=2)
+                return session.answer(request).reply
+
+    for company in (False, True):
+        reply = asked(tmp_path / str(company), company=company)
+        (mended,) = [rows for rows in steps if any(row.spread is not None for row in rows)]
+        assert len(mended) == 1 + company
+        if not company:
+            alone = reply
+    assert reply.text == alone.text and reply.reuse.recomputed == alone.reuse.recomputed > 0
+
+
+def test_a_passage_that_is_computed_although_it_is_known_is_found_as_it_is_now(smollm2: Any, tmp_path: Path) -> None:
+    with Session(smollm2, cache=tmp_path / "cache", reuse="approximate", recompute_budget=0.99) as session:
+        session.cache.kv.costs = UnmeasuredCosts()
+        assert session.cache.store is not None
+        prefill(session, about("What is this?", "Harbour", "Lighthouse", "Ferry"))
+        before = session.cache.store.variants.stats().variants
+        done = prefill(session, about("Who lit the lamp?", "Harbour", "Bakery", "Lighthouse", "Ferry"))
+        passages = done.known.passages
+        assert passages is not None and done.reuse.level == "approximate"
+        computed = passages.computed_in(done.plan)
+        assert computed and session.cache.store.variants.stats().variants == before + 1 + len(computed)
+        again = prefill(session, about("Who lit the lamp?", "Ferry", "Harbour", "Bakery", "Lighthouse"))
+        assert again.known.passages is not None
+        found = {chunk.digest: chunk.known for chunk in again.known.passages.picked}
+        for chunk in computed:
+            known = found[chunk.digest]
+            assert (
+                known is not None and known.variant.before == passages.digests[: passages.digests.index(chunk.digest)]
+            )

@@ -262,3 +262,21 @@ def test_clients_with_one_beginning_compute_it_once(sharing: Served) -> None:
     tokens = replies[0]["usage"]["prompt_tokens"]
     computed = [reply["rekindle"]["computed"] for reply in replies]
     assert max(computed) <= tokens and sum(computed) < 1.5 * tokens, "one computes it, the others wait for it"
+
+
+def test_a_queued_chat_finds_in_memory_what_the_last_server_wrote(kind: str, model: Any, tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": STORY * 4}, CHAT[1]]
+    with running(kind, model, tmp_path) as served:
+        cold = served.chat(chat)
+    with running(kind, model, tmp_path, parallel=1) as served:
+        store = served.session.cache.store
+        assert store is not None and len(store.memory) == 0
+        long: dict[str, Any] = {"max_tokens": 1500, "extra_body": {"min_tokens": 1500}}
+        writing = served.openai().chat.completions.create(model="smollm2", messages=CHAT, stream=True, **long)
+        next(iter(writing))
+        queued = Asking(lambda: served.chat(chat))
+        eventually(lambda: len(store.memory) > 0)
+        writing.close()
+        reply = queued.result()
+        assert reply["choices"] == cold["choices"]
+        assert reply["rekindle"]["loaded_from"]["memory"] > 100 and not reply["rekindle"]["loaded_from"]["disk"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.scope import AppRef, AppState
 from rekindle.store.catalog import app_rows
@@ -64,6 +65,35 @@ def test_what_was_not_used_for_longest_leaves_memory_first_and_stays_on_disk(tmp
         ask(store, clock, 3, MAIL)
         assert held(store, 4) == [0, 2, 3]
         assert store.lookup(KV_SPACE, prompt(1)).length == 640
+
+
+def test_what_a_queued_request_waits_for_leaves_memory_last_until_it_was_read(tmp_path: Path, clock: Clock) -> None:
+    with opened(tmp_path / "c", clock) as store:
+        for number in range(3):
+            ask(store, clock, number, MAIL)
+        release = store.preload(store.lookup(KV_SPACE, prompt(0)).pieces, lambda: False)
+        ask(store, clock, 3, MAIL)
+        assert held(store, 4) == [0, 2, 3]
+        release()
+        ask(store, clock, 4, MAIL)
+        assert held(store, 5) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("space", [BASE, quantized(BASE)], ids=["exact", "quantized"])
+def test_what_is_preloaded_is_what_was_kept_and_nothing_is_once_cancelled(tmp_path: Path, space: KvSpace) -> None:
+    settings = StoreSettings("50MB", memory_limit="10MB", quantized=NEAR_CODER)
+    with TieredStore(tmp_path / "c", settings) as store:
+        keep(store, T, space)
+        expected = fetch(store, T, space)
+    with TieredStore(tmp_path / "c", settings) as store:
+        pieces = store.lookup(space, T).pieces
+        store.preload(pieces, lambda: True)()
+        assert len(store.memory) == 0
+        release = store.preload(pieces, lambda: False)
+        assert len(store.memory) == 1 and store.memory.unclaimed_bytes < store.memory.limit_bytes
+        assert is_same(fetch(store, T, space), expected)
+        release()
+        assert store.memory.unclaimed_bytes == store.memory.limit_bytes
 
 
 @pytest.mark.parametrize("policy", ["lru", "utility"])

@@ -232,7 +232,7 @@ def test_what_is_used_least_goes_first_and_the_new_one_stays(tmp_path: Path) -> 
     with TieredStore(tmp_path / "c", bounded) as store:
         prompts = [[number, *CHUNK] for number in range(4)]
         listed(store, prompts[0], Span(1, 61))
-        store.variants.record_use(find(store, CHUNK)[0], cfo=0.5, saved_ms=1.0)
+        store.variants.record_use(find(store, CHUNK)[0], recomputed=0.5, saved_ms=1.0)
         store.maintain()
         for prompt in prompts[1:]:
             listed(store, prompt, Span(1, 61))
@@ -249,11 +249,11 @@ def test_what_is_used_least_goes_first_and_the_new_one_stays(tmp_path: Path) -> 
 def test_a_use_counts_more_the_less_was_recomputed_and_never_without_bound(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
-        for cfo in (0.5, 4.0, 0.0, 0.001):
-            store.variants.record_use(find(store, CHUNK)[0], cfo, saved_ms=3.0)
+        for recomputed in (0.5, 0.8, 0.0, 0.001):
+            store.variants.record_use(find(store, CHUNK)[0], recomputed, saved_ms=3.0)
         assert find(store, CHUNK)[0].frequency == 0
         store.maintain()
-        assert find(store, CHUNK)[0].frequency == pytest.approx(2 + 0.25 + 10 + 10)
+        assert find(store, CHUNK)[0].frequency == pytest.approx(2 + 1.25 + 10 + 10)
         (row,) = store.disk.entries()
         assert row.hits == 4 and row.saved_ms == pytest.approx(12)
 
@@ -276,11 +276,32 @@ def test_nonprefix_kv_comes_back_to_the_bit_and_no_exact_lookup_finds_it(tmp_pat
             assert check(store.disk).problems == ()
 
 
-def test_one_nonprefix_variant_a_chunk_the_first_that_is_whole(tmp_path: Path) -> None:
+def test_of_nonprefix_variants_the_least_used_goes_with_its_bytes(tmp_path: Path) -> None:
+    prompts = [[*range(40 * number, 40 * number + 40), *CHUNK] for number in range(4)]
+    kvs, variants = [make_kv(one, SPAN) for one in prompts], [variant(one, SPAN, 0.5) for one in prompts]
+    with TieredStore(tmp_path / "c", ON_DISK) as store:
+
+        def keep(number: int) -> str:
+            return store.variants.keep_nonprefix(KV_SPACE, CHUNK, kvs[number], variants[number]).outcome
+
+        assert [keep(0), keep(1), keep(0)] == ["kept", "kept", "known"]
+        used = next(known for known in find(store, CHUNK) if is_same(known.variant, variants[0]))
+        store.variants.record_use(used, recomputed=0.5)
+        store.maintain()
+        assert [keep(2), keep(3)] == ["kept", "kept"]
+        store.maintain()
+        most_used, newest = find(store, CHUNK)
+        assert is_same(most_used.variant, variants[0]) and is_same(newest.variant, variants[3])
+        assert_gives(store, most_used, kvs[0])
+        assert_gives(store, newest, kvs[3])
+        assert len(store.disk.entries()) == 2 and check(store.disk).problems == ()
+
+
+def test_nonprefix_kv_after_the_same_chunks_is_kept_once_unless_it_lost_its_end(tmp_path: Path) -> None:
     first, second = make_kv(PROMPT, SPAN), make_kv([*range(40, 80), *CHUNK], SPAN)
     with TieredStore(tmp_path / "c", ON_DISK) as store:
-        assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, first, variant(PROMPT, SPAN)).outcome == "kept"
-        again = variant([*range(40, 80), *CHUNK], SPAN)
+        again = variant(PROMPT, SPAN)
+        assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, first, again).outcome == "kept"
         assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, second, again).outcome == "known"
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[0].id, 1)  # its head is left

@@ -20,6 +20,8 @@ from rekindle.core.keys import KvSpace
 from rekindle.core.plan import SHARED_TIERS, Plan
 from rekindle.core.reply import SOURCES, ChunkReuse, Reuse
 from rekindle.core.scope import AppRef
+from rekindle.store.prefix_index import Piece
+from rekindle.store.variants import StoredVariant
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,14 @@ class CacheLookup:
         if plan.in_engine:
             return 0 if self.parked is None else min(self.parked.quantized_tokens, plan.reused)
         return self.matches.quantized_tokens(plan.reused)
+
+
+def stored_pieces(known: CacheLookup, plan: Plan) -> list[Piece]:
+    """The stored pieces of a prompt that it may load: its prefix, unless a parked context has it, then its passages."""
+    prefix = () if known.matches.match is None or plan.in_engine else known.matches.match.pieces
+    picked = () if known.passages is None else known.passages.picked
+    passages = [chunk.known for chunk in picked if chunk.span.stop > known.matches.length]
+    return [*prefix, *(piece for one in passages if isinstance(one, StoredVariant) for piece in one.pieces)]
 
 
 def why_missed(known: CacheLookup, plan: Plan, cut: PrefillSteps, lost: str | None) -> str | None:

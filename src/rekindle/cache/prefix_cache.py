@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +26,7 @@ from rekindle.cache.cost import Costs, remember_costs
 from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.explain import Explainer, Explanation, Prompt
 from rekindle.cache.inflight import InflightPrefills, MemoryGate
-from rekindle.cache.lookup import CacheLookup, refused_kinds, report_reuse, source_spans
+from rekindle.cache.lookup import CacheLookup, refused_kinds, report_reuse, source_spans, stored_pieces
 from rekindle.cache.matches import Matches
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
 from rekindle.cache.stored_kv import StoredKv
@@ -129,10 +130,10 @@ class ChunkStrategy(Protocol):
 
 
 class Prefetch(Protocol):
-    """A fetch of a prompt that waits for its turn."""
+    """KV of a prompt that waits for its turn, on its way or here."""
 
     def close(self) -> None:
-        """The prompt starts now or is dropped. Idempotent."""
+        """The prompt was started or dropped. Idempotent."""
 
 
 class RemoteStrategy(Protocol):
@@ -233,20 +234,36 @@ class PrefixCache:
         return PromptPrefill(self, self._look(request, tokens, None, prompt_layout))
 
     def prefetch(
-        self, request: Request, tokens: Sequence[int], guard: WriteGuard | None, prompt_layout: PromptLayout | None
-    ) -> Prefetch | None:
-        """Start to fetch a prompt that waits for its turn from the origin; None if it is not worth it."""
-        if self.remote is None:
-            return None
-        lookup = self._look(request, tokens, guard, prompt_layout)
-        self.park(lookup.parked)
-        lookup = replace(lookup, parked=None)
-        return self.remote.prefetch(lookup, self.plan(lookup))
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        cancelled: IsCancelled,
+        guard: WriteGuard | None = None,
+        prompt_layout: PromptLayout | None = None,
+    ) -> Prefetch:
+        """For a prompt that waits for its turn: start to fetch what an origin has of it, and bring what is on this
+        machine's disk to memory. Returns when that is there, does not fit, or the prompt waits no longer (`cancelled`).
+        """
+        lookup = self._look(request, tokens, guard, prompt_layout, takes_parked=False)
+        plan, opened = self.plan(lookup), ExitStack()
+        fetch = None if self.remote is None else self.remote.prefetch(lookup, plan)
+        if fetch is not None:
+            opened.callback(fetch.close)
+        if self.store is not None and (pieces := stored_pieces(lookup, plan)):
+            opened.callback(self.store.preload(pieces, cancelled))
+        return opened
 
     def _look(
-        self, request: Request, tokens: Sequence[int], guard: WriteGuard | None, prompt_layout: PromptLayout | None
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        guard: WriteGuard | None,
+        prompt_layout: PromptLayout | None,
+        *,
+        takes_parked: bool = True,
     ) -> CacheLookup:
-        """What is stored of a prompt. `park` its parked context afterwards, or go on from it."""
+        """What is stored of a prompt. `park` its parked context afterwards, or go on from it; with
+        `takes_parked=False` it is only looked at."""
         kv_space = self.kv_spaces.of(request, len(tokens))
         app_ref = request.app_ref(kv_space.namespace.scope)
         if self.store is None or request.reuse == "off":
@@ -255,10 +272,14 @@ class PrefixCache:
         passages = None if exact or prompt_layout is None else ChunkMatches.of(prompt_layout, tokens)
         parked = self.kv.take_parked(self._parked, kv_space, tokens, exact=exact)
         in_engine = 0 if parked is None else parked.common(tokens, exact=exact)
+        goes_on = parked is not None and len(parked.tokens) > in_engine
+        if not takes_parked:  # at once: the request that it belongs to may come
+            self.park(parked)
+            parked = None
         own, wanted = Matches(len(tokens), in_engine), request.max_tokens == 0
         nothing = CacheLookup(
             kv_space, tokens, own, parked, guard=guard, passages=passages, app_ref=app_ref, wanted=wanted,
-            parked_goes_on=parked is not None and len(parked.tokens) > in_engine,
+            parked_goes_on=goes_on,
         )  # fmt: skip
         if in_engine >= len(tokens) - 1:
             return nothing

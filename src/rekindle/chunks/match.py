@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -151,14 +151,16 @@ def _calibrations() -> JsonMemo:
 
 
 def match_chunks(
-    prompt_layout: PromptLayout, digests: Sequence[ChunkDigest], found: Mapping[ChunkDigest, Sequence[LoadableVariant]]
+    prompt_layout: PromptLayout,
+    digests: Sequence[ChunkDigest],
+    found: Mapping[ChunkDigest, Sequence[LoadableVariant]],
+    rank: Callable[[ChunkMatch], tuple[float, ...]] = preference,
 ) -> tuple[ChunkMatch, ...]:
-    """The chunks of a prompt in order, each with the variant that fits best; `digests` has the head's first."""
+    """The chunks of a prompt in order, each with the variant of the lowest `rank`; `digests` has the head's first."""
     picked = []
     for number in range(1, len(digests)):
-        digest, before = digests[number], digests[:number]
-        known = min(found.get(digest, ()), key=lambda one: preference(one.variant, before), default=None)
-        picked.append(_match(prompt_layout, digests, number, known))
+        fits = [_match(prompt_layout, digests, number, known) for known in found.get(digests[number], ())]
+        picked.append(min(fits, key=rank, default=_match(prompt_layout, digests, number, None)))
     return tuple(picked)
 
 

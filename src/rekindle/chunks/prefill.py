@@ -101,16 +101,16 @@ class ChunkPrefill:
         """Run a plan. Raises `Cancelled`, and what the engine raises."""
         passages = lookup.passages
         assert passages is not None
-        scorer = self.scorer(passages, len(lookup.tokens))
+        scorer = self.scorer(passages, len(lookup.tokens), plan)
         work = replace(work, probe=None if scorer is None else scorer.probe)
         result = self.run_unnoted(work, context, lookup, plan)
         self.note_result(context, passages, result, scorer)
         return result
 
-    def scorer(self, passages: ChunkMatches, tokens: int) -> ChunkScorer | None:
+    def scorer(self, passages: ChunkMatches, tokens: int, plan: Plan) -> ChunkScorer | None:
         """A scorer of documents while they are computed; None if all are stored, or the engine has no probes."""
         engine = self.kv.engine
-        if _all_stored(passages, texts=False) or not engine.capabilities.probes:
+        if _all_stored(passages, plan, texts=False) or not engine.capabilities.probes:
             return None
         return ChunkScorer(passages.prompt_layout, tokens, len(engine.layout.layers))
 
@@ -123,7 +123,7 @@ class ChunkPrefill:
     ) -> None:
         """Note in the context where the KV of the passages came from, and which of them to store."""
         context.chunk_reuse = passages.report(result.plan, result.recomputed_positions, context.chunk_reuse)
-        context.watched = None if _all_stored(passages) else ChunksToKeep(passages, result.plan, scorer)
+        context.watched = None if _all_stored(passages, result.plan) else ChunksToKeep(passages, result.plan, scorer)
 
     def _reuse(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
         passages, kv = lookup.passages, self.kv
@@ -176,10 +176,11 @@ class ChunkPrefill:
         """Record the use of variants, by whom and what it saved, and the time to load them."""
         plan, tiers = result.plan, {load.tier for load in result.plan.loads} - {"engine"}
         size_bytes = 0
-        for chunk in passages.reused_in(plan):
+        shares = () if plan.reuse_chunks is None else plan.reuse_chunks.shares
+        for chunk, recomputed in zip(passages.reused_in(plan), shares, strict=True):
             assert isinstance(chunk.known, StoredVariant)
             share = len(chunk.span) / plan.tokens
-            self._store.variants.record_use(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
+            self._store.variants.record_use(chunk.known, recomputed, cold_seconds * share * 1e3)
             self._store.record_use_by(app_ref, chunk.known.pieces)
             size_bytes += chunk.known.size_bytes
             tiers.add(chunk.known.tier)
@@ -194,9 +195,13 @@ class ChunkPrefill:
         return self.kv.store
 
 
-def _all_stored(passages: ChunkMatches, *, texts: bool = True) -> bool:
-    """Whether there is nothing more to store of the documents of a prompt, and of its other text."""
+def _all_stored(passages: ChunkMatches, plan: Plan, *, texts: bool = True) -> bool:
+    """Whether there is nothing more to store of the documents of a prompt, and of its other text.
+
+    A document that is computed although it has a variant becomes another one, which fits better the next time.
+    """
     stored = {chunk.span for chunk in passages.picked if isinstance(chunk.known, StoredVariant)}
+    stored -= {chunk.span for chunk in passages.computed_in(plan)} - passages.prompt_layout.texts
     return all(span in stored for number, span in passages.prompt_layout.numbered if texts or number is not None)
 
 

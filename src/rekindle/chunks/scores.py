@@ -21,7 +21,7 @@ from itertools import combinations
 
 import numpy as np
 
-from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, PromptLayout, Variant
+from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkScores, EarlierChunk, PromptLayout, Variant
 from rekindle.core.kv import Span
 from rekindle.engine.hooks import Probe, Reading
 
@@ -153,9 +153,11 @@ def context_change(variant: Variant, before: Sequence[ChunkDigest], tokens: Sequ
     return 1.0 - kept * (1.0 - variant.drift)
 
 
-def preference(variant: Variant, before: Sequence[ChunkDigest]) -> tuple[float, float]:
-    """Sort key of variants, the best is smallest: overhead after `before`, then drift."""
-    return fix_overhead(variant, before), variant.drift
+def preference(match: ChunkMatch) -> tuple[float, float, float]:
+    """Sort key of a chunk's variants, the best is smallest: how much it depends on what has changed, then overhead and
+    drift."""
+    assert match.known is not None and match.overhead is not None
+    return match.dependence, match.overhead, match.known.variant.drift
 
 
 def _first_places(chunks: Sequence[ChunkDigest]) -> dict[ChunkDigest, int]:

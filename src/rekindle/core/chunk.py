@@ -6,11 +6,11 @@ prompt    [head .......][1] [chunk a ....][2] [chunk b ......][question ......]
 A chunk is identified by its tokens alone, a variant also by what came before it.
 
 Non-prefix KV of a chunk was computed after reused KV, so it is not what a full prefill would give. It has a KV space of
-its own, where exact lookups never find it. Every chunk is a chain of one extent there, used as a whole. Its first
-tokens are the chunk's digest, so that two chunks with the same beginning share no block:
+its own, where exact lookups never find it. Every variant is a chain of one extent there, used as a whole. Its first
+tokens are its name, a digest of the chunk and of what came before it, so that no two variants share a block:
 
-    chain   [digest, as 4 tokens][the chunk's tokens ...........]
-    KV      [zeros .............][as it was computed at its span ]
+    chain   [name, as 4 tokens][the chunk's tokens ...........]
+    KV      [zeros ...........][as it was computed at its span ]
 """
 
 from __future__ import annotations
@@ -116,6 +116,11 @@ class Variant:
         """The chunks it was computed after, in order, the head first."""
         return tuple(chunk.digest for chunk in self.scores.earlier)
 
+    @property
+    def chain_name(self) -> ChunkDigest:
+        """What its own chain begins with, if it is non-prefix KV."""
+        return chunk_digest(b"".join((self.digest, *self.before)))
+
 
 class LoadableVariant(Protocol):
     """A variant that can be loaded."""
@@ -180,6 +185,14 @@ class ChunkMatches:
         spans = plan.reuse_chunks.spans if plan.reuse_chunks is not None else ()
         return tuple(chunk for chunk in self.picked if chunk.span in spans)
 
+    def computed_in(self, plan: Plan) -> tuple[ChunkMatch, ...]:
+        """Those with a variant that a plan computes all the same, because all of their tokens would be recomputed."""
+        if plan.reuse_chunks is None:
+            return ()
+        spans = plan.reuse_chunks.spans
+        known = [chunk for chunk in self.picked if chunk.known is not None and chunk.span.stop > plan.reused]
+        return tuple(chunk for chunk in known if chunk.span not in spans)
+
     def report(
         self, plan: Plan, recomputed: Sequence[int], before: Sequence[ChunkReuse] = ()
     ) -> tuple[ChunkReuse, ...]:
@@ -210,8 +223,8 @@ class ChunkMatches:
         """The share that a plan recomputes of each chunk it reuses; 1 for known ones that it computes instead."""
         if plan.reuse_chunks is None:
             return {}
-        known = [chunk.span for chunk in self.picked if chunk.known is not None and chunk.span.stop > plan.reused]
-        return dict.fromkeys(known, 1.0) | dict(zip(plan.reuse_chunks.spans, plan.reuse_chunks.shares, strict=True))
+        computed = [chunk.span for chunk in self.computed_in(plan)]
+        return dict.fromkeys(computed, 1.0) | dict(zip(plan.reuse_chunks.spans, plan.reuse_chunks.shares, strict=True))
 
 
 def _share(chunk: ChunkReuse, span: Span) -> bool:
@@ -262,13 +275,13 @@ def is_nonprefix(codec: str) -> bool:
     return codec.endswith(NONPREFIX_SUFFIX)
 
 
-def chain_tokens(digest: ChunkDigest, tokens: bytes) -> bytes:
-    """The tokens of a chunk's own chain."""
-    return digest + tokens
+def chain_tokens(variant: Variant, tokens: bytes) -> bytes:
+    """The tokens of a variant's own chain."""
+    return variant.chain_name + tokens
 
 
 def chain_kv(kv: Kv) -> Kv:
-    """The KV of a chunk's own chain: a copy, with zeros for the digest."""
+    """The KV of a variant's own chain: a copy, with zeros for the name."""
     layers = tuple(LayerKv(_behind_name(layer.keys), _behind_name(layer.values)) for layer in kv.layers)
     return Kv(Span(0, DIGEST_TOKENS + len(kv.span)), kv.layout, layers)
 

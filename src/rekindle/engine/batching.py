@@ -24,7 +24,7 @@ from itertools import islice
 from rekindle.engine.base import Engine, EngineWrapper, Logits, Row
 from rekindle.engine.fairness import CURRENT, FairShare
 from rekindle.engine.step_scheduler import StepCall, StepPart, StepScheduler
-from rekindle.errors import Cancelled, RekindleError
+from rekindle.errors import Cancelled, KvLost, RekindleError, StepRefused
 
 _RETURN_SECONDS = 0.005  # to wait for the next reply of the last step to call again: longer than nearly all take
 
@@ -103,7 +103,11 @@ class BatchingEngine(EngineWrapper):
         except Exception as error:  # noqa: BLE001  (raised again by the callers)
             if len(step) > 1 and self.capabilities.spans:  # one by one, so that only the faulty ones fail
                 for part in step:
-                    self._compute([part])
+                    if part.call.recomputes and not isinstance(error, StepRefused):  # then nothing was computed
+                        lost = KvLost(f"KV of passages was lost with a step ({error}); it is computed instead.")
+                        self._fail(part.call, error if isinstance(error, Cancelled) else lost)
+                    else:
+                        self._compute([part])
             else:
                 for part in step:
                     self._fail(part.call, error)

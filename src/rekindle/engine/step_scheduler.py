@@ -2,8 +2,9 @@
 
 A step is one of
 
-    shared   the next token of every reply, and pieces of prompts that take as long as the replies may wait
-    alone    one call that loads KV, whose failure would end the step of others too, or that cannot be cut;
+    shared   the next token of every reply, and pieces of prompts that take as long as the replies may wait; the
+             recomputed tokens of a prompt with reused passages are one piece, however long
+    alone    one call that loads KV, whose failure would end the step of others too, or that looks inside the model;
              the next step is shared again, if replies wait
 
 Calls are ranked: foreground before background, then the app for which fewest tokens were computed, then the earliest.
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rekindle.engine.base import EngineSequence, Logits, Row
+from rekindle.engine.base import EngineSequence, Logits, Row, StayingFeed
 from rekindle.engine.fairness import FairShare, Requester
 from rekindle.engine.hooks import Positions
 
@@ -49,8 +50,13 @@ class StepCall:
         is_plain = row is not None and row.until is None and not (row.selector or row.probe or row.gaze)
         # The next token of a reply, which any shared step can include.
         self.is_next_token = is_plain and self.tokens == 1 and not self.rows[0].feeds
+        in_part = is_plain and self.rows[0].logits != "all"
         # Whether it may be computed in pieces.
-        self.divisible = is_plain and self.rows[0].logits != "all" and _is_contiguous(self.rows[0].positions)
+        self.divisible = in_part and not self.rows[0].spread and _is_contiguous(self.rows[0].positions)
+        # Chosen tokens of reused passages, over KV that is in its buffers: a shared step can include all of it. It
+        # changes KV that it also reads, so it cannot be computed a second time.
+        present = all(isinstance(feed, StayingFeed) for row in self.rows for feed in row.feeds)
+        self.recomputes = in_part and not self.divisible and not self.is_next_token and present
 
     @property
     def left(self) -> int:
@@ -70,7 +76,7 @@ class StepCall:
     @property
     def goes_alone(self) -> bool:
         """Whether its next piece must not share a step."""
-        return not self.divisible or (self.done == 0 and bool(self.rows[0].feeds))
+        return not self.recomputes and (not self.divisible or (self.done == 0 and bool(self.rows[0].feeds)))
 
     def piece(self, tokens: int) -> StepPart:
         """Its next `tokens`."""
@@ -145,7 +151,8 @@ class StepScheduler:
             replies = replies[:1]
         step = [call.piece(1) for call in replies]
         for call in prompts:
-            if budget > 0 and not call.goes_alone:
+            fits = call.divisible or call.left <= budget or call is prompts[0]
+            if budget > 0 and fits and not call.goes_alone:
                 step.append(_piece_within(budget, call))
                 budget -= step[-1].tokens
         return step
@@ -181,7 +188,8 @@ class StepScheduler:
     def _measure(self, step: Sequence[StepPart], seconds: float) -> None:
         prompt_tokens = sum(part.tokens for part in step if not part.call.is_next_token)
         if prompt_tokens:
-            if prompt_tokens >= MIN_PIECE_TOKENS and not step[0].call.goes_alone:  # else it was loading, too
+            odd = any(part.call.goes_alone or part.call.recomputes for part in step)  # loads, or attends elsewhere
+            if prompt_tokens >= MIN_PIECE_TOKENS and not odd:
                 self._prompt_token_seconds = _averaged(self._prompt_token_seconds, seconds / prompt_tokens)
         elif len(step) == 1:
             self._single_seconds = _averaged(self._single_seconds, seconds)

@@ -170,7 +170,7 @@ def prefill_with_arrivals(
     """Prefill a prompt whose passages are being fetched. Raises `Cancelled`, and what the engine raises."""
     passages = lookup.passages
     assert passages is not None
-    scorer = chunks.scorer(passages, len(lookup.tokens))
+    scorer = chunks.scorer(passages, len(lookup.tokens), chunks.kv.plan(lookup))
     work = replace(work, probe=None if scorer is None else scorer.probe)
     if context.tokens or lookup.matches.in_engine:  # what is in the engine is in the context
         lookup = replace(lookup, matches=_of_engine(lookup.matches, len(context.tokens)))

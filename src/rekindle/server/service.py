@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,6 +80,7 @@ class Service:
         self.line = AdmissionQueue(places, settings.queue, session.shares)
         self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
         self.side_threads = ThreadPoolExecutor(2, thread_name_prefix="rekindle-side")  # for work without a model
+        self.prefetching = ThreadPoolExecutor(1, thread_name_prefix="rekindle-prefetch")  # slow, too
         self.ingesting = ThreadPoolExecutor(1, thread_name_prefix="rekindle-ingest")  # slow: it must not delay searches
         self.recent, self.usage = shared.recent, _usage_log(session)
         self._tasks: dict[asyncio.Task[None], tuple[Scope, str]] = {}  # scope and app of each request
@@ -186,9 +188,8 @@ class Service:
         try:
             prefetch = self._prefetch(job.request, turn)
             async with self.line.place(turn):
-                if prefetch is not None and not prefetch.done():  # too late
-                    prefetch.cancel()
-                    prefetch.add_done_callback(_drop)
+                if prefetch is not None:
+                    prefetch.end()
                 waited = time.perf_counter() - arrived
                 record.enter("lookup")
 
@@ -197,6 +198,8 @@ class Service:
                     self.metrics.record(record.scope, event, waited)
                     queue.put_nowait(ChoiceEvent(number, event))
                     self.record(record, event)
+                    if prefetch is not None and isinstance(event, TextPiece):  # its prompt is in the engine
+                        prefetch.close()
 
                 self._jobs.add(job)
                 try:
@@ -213,7 +216,7 @@ class Service:
         finally:
             del self._tasks[task]
             if prefetch is not None:
-                prefetch.add_done_callback(_drop)
+                prefetch.close()
             if self.idle_thread is not None:
                 self.idle_thread.leave()
 
@@ -223,11 +226,11 @@ class Service:
         if isinstance(event, Finished) and self.settings.page and self.usage.count(event.reply):
             self.side_threads.submit(self.usage.flush)
 
-    def _prefetch(self, request: Request, turn: Requester) -> Future[Prefetch | None] | None:
-        """Start fetching a queued request's prompt KV from the origin."""
-        if self.session.cache.remote is None or self.line.is_free(turn):
+    def _prefetch(self, request: Request, turn: Requester) -> _QueuedPrefetch | None:
+        """Start bringing a queued request's prompt KV from an origin and from disk; None if it does not wait."""
+        if self.session.cache.store is None or self.line.is_free(turn):
             return None
-        return self.side_threads.submit(self.session.prefetch, request)
+        return _QueuedPrefetch(self.session, request, self.prefetching)
 
     def kill(self, scope: Scope, app: str) -> int:
         """Stop all requests of an app, queued ones too, and return their number."""
@@ -248,7 +251,7 @@ class Service:
         self.threads.shutdown(wait=True)
         if self.settings.page:
             self.usage.flush()
-        for threads in (self.side_threads, self.ingesting):
+        for threads in (self.side_threads, self.prefetching, self.ingesting):
             threads.shutdown(wait=False, cancel_futures=True)
         self.session.close()
 
@@ -283,7 +286,26 @@ def too_late(limit: float) -> ApiError:
     )
 
 
-def _drop(prefetch: Future[Prefetch | None]) -> None:
-    """Release a prefetch whose request has begun or was given up, whatever its outcome."""
-    if not prefetch.cancelled() and prefetch.exception() is None and (prefetched := prefetch.result()) is not None:
-        prefetched.close()
+class _QueuedPrefetch:
+    """The prefetch of a queued request, in a thread of `threads`."""
+
+    def __init__(self, session: Session, request: Request, threads: ThreadPoolExecutor) -> None:
+        self._ended = threading.Event()
+        self._future = threads.submit(session.prefetch, request, self._ended.is_set)
+
+    def end(self) -> None:
+        """The request has its turn: bring nothing more. What is here stays for it until `close`."""
+        self._ended.set()
+        if not self._future.done():  # too late
+            self.close()
+
+    def close(self) -> None:
+        """The request has begun or was given up: release what was brought, now or once its thread ends. Idempotent."""
+        self._ended.set()
+        self._future.cancel()
+        self._future.add_done_callback(_release)
+
+
+def _release(prefetch: Future[Prefetch]) -> None:
+    if not prefetch.cancelled() and prefetch.exception() is None:
+        prefetch.result().close()

@@ -413,13 +413,16 @@ class Session:
         self.flush()
         return done
 
-    def prefetch(self, request: Request) -> Prefetch | None:
-        """Start to fetch the prompt of a request that waits for its turn from the origin. `close` what is returned."""
+    def prefetch(self, request: Request, cancelled: IsCancelled | None = None) -> Prefetch:
+        """For a request that waits for its turn: start to fetch what an origin has of its prompt, and bring what is on
+        disk to memory, until it is there or `cancelled`. `close` what is returned once the request has begun."""
         with self._alive.use():
             settled = replace(request, adapter=self.adapters.resolve(request.adapter))
             prompt = encode_prompt(self.engine, settled, self._written.of(settled))
             self._keep_encoded(request, prompt)
-            return self.cache.prefetch(settled, prompt.tokens, self._evidence(settled, prompt), prompt.prompt_layout)
+            evidence = self._evidence(settled, prompt)
+            stops = cancelled or (lambda: False)
+            return self.cache.prefetch(settled, prompt.tokens, stops, evidence, prompt.prompt_layout)
 
     def _keep_encoded(self, request: Request, prompt: PromptTokens) -> None:
         """A prompt is tokenized once, unless a reply that is written meanwhile may change how."""

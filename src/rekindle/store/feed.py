@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -292,21 +292,48 @@ class KvSources:
         self._memory.forget([name for name in self._memory.names() if listed.get(name) is None])
         room = self._memory.limit_bytes
         for row in filter(None, (listed[name] for name in reversed(wanted))):
+            taken = self._take(row, kv_spaces[row.kv_space], room)
+            room -= taken or 0
+            if taken is None:
+                break
+
+    def preload(self, names: Iterable[str], cancelled: Callable[[], bool]) -> None:
+        """Hold extents in memory before they are read, as far as those of other claims leave room."""
+        for name in names:
+            if self._memory.get(name) is not None:
+                continue
+            with self._disk.database.reading() as connection:
+                row = _live(connection, name)
+                select = "SELECT digest FROM kv_spaces WHERE id=?"
+                found = None if row is None else connection.execute(select, (row.kv_space,)).fetchone()
+            if row is None or found is None:
+                continue
+            if self._take(row, found[0], self._memory.unclaimed_bytes, cancelled) is None:
+                return
+
+    def _take(
+        self, row: catalog.Extent, kv_space_digest: str, room: int, cancelled: Callable[[], bool] = lambda: False
+    ) -> int | None:
+        """Read an extent into memory; returns its bytes there, 0 if it cannot be read. None: it has more than `room`
+        bytes, or was cancelled."""
+        try:
+            extent = self._disk.open(row, kv_space_digest)
             try:
-                extent = self._disk.open(row, kv_spaces[row.kv_space])
-                try:
-                    plan, coding = extent.header.plan, extent.header.plan.coding
-                    coded = coding is not None and not coding.exact
-                    room -= sum(coding.sizes) if coding and coded else plan.token_count * plan.layout.token_bytes
-                    if room < 0:
-                        break
-                    held = self._held_code(extent) if coded else self._held_extent(extent)
-                finally:
-                    self._disk.extents.release(extent)
-            except (OSError, Damaged) as error:
-                self._failures.log_once("KV could not be taken into memory", error)
-            else:
-                self._memory.put(row.name, held)
+                plan, coding = extent.header.plan, extent.header.plan.coding
+                coded = coding is not None and not coding.exact
+                size_bytes = sum(coding.sizes) if coding and coded else plan.token_count * plan.layout.token_bytes
+                if size_bytes > room:
+                    return None
+                held = self._held_code(extent, cancelled) if coded else self._held_extent(extent, cancelled)
+            finally:
+                self._disk.extents.release(extent)
+        except (OSError, Damaged) as error:
+            self._failures.log_once("KV could not be taken into memory", error)
+            return 0
+        if held is None:
+            return None
+        self._memory.put(row.name, held)
+        return size_bytes
 
     def want(self, name: str) -> None:
         """Let `promote` hold an extent."""
@@ -314,13 +341,18 @@ class KvSources:
             with self._lock:
                 self._wanted[name] = None
 
-    def _held_code(self, extent: OpenExtent) -> HeldCode:
-        layers = range(len(extent.header.plan.layout.layers))
-        return HeldCode(tuple(self._disk.extents.read_code(extent, layer) for layer in layers))
+    def _held_code(self, extent: OpenExtent, cancelled: Callable[[], bool]) -> HeldCode | None:
+        count = len(extent.header.plan.layout.layers)
+        layers = tuple(self._disk.extents.read_code(extent, layer) for layer in range(count) if not cancelled())
+        return HeldCode(layers) if len(layers) == count else None
 
-    def _held_extent(self, extent: OpenExtent) -> HeldExtent:
-        header = extent.header
-        return HeldExtent(header, tuple(self._disk.extents.layers(extent, header.plan.token_count)))
+    def _held_extent(self, extent: OpenExtent, cancelled: Callable[[], bool]) -> HeldExtent | None:
+        header, layers = extent.header, list[LayerKv]()
+        for layer in self._disk.extents.layers(extent, header.plan.token_count):
+            if cancelled():
+                return None
+            layers.append(layer)
+        return HeldExtent(header, tuple(layers))
 
     def _with_code(self, extent: OpenExtent) -> OpenExtent:
         """The extent and its bases, with the coded layers that are in memory."""

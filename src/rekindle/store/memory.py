@@ -7,6 +7,7 @@ base: it takes a fraction of the memory, and is decoded at every use.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ LeavingOrder = Callable[[Sequence[str]], Sequence[str]]
 
 
 class MemoryTier:
-    """Extents by name, never more bytes than the limit. `order` says which leave first. Thread-safe."""
+    """Extents by name, never more bytes than the limit. `order` says which leave first; those that a queued request
+    has claimed leave last. Thread-safe."""
 
     def __init__(self, limit_bytes: int, order: LeavingOrder = list) -> None:
         self.limit_bytes = limit_bytes
@@ -49,6 +51,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._held: dict[str, HeldExtent | HeldCode] = {}
         self._size_bytes = 0
+        self._claims: Counter[str] = Counter()  # by name: the number of queued requests that will read it
 
     @property
     def size_bytes(self) -> int:
@@ -76,12 +79,31 @@ class MemoryTier:
         leaving = list(self._order(self.names())) if full else []  # it reads the catalog: not under the lock
         with self._lock:
             self._drop(name)
-            for other in [*leaving, *self._held]:  # then any that came meanwhile
+            others = [*leaving, *self._held]  # then any that came meanwhile
+            for other in sorted(others, key=self._claims.__contains__):
                 if self._size_bytes + held.size_bytes <= self.limit_bytes:
                     break
                 self._drop(other)
             self._held[name] = held
             self._size_bytes += held.size_bytes
+
+    def claim(self, names: Iterable[str]) -> None:
+        """A queued request will read these extents, whether they are held or not. `release` them afterwards."""
+        with self._lock:
+            self._claims.update(names)
+
+    def release(self, names: Iterable[str]) -> None:
+        """One request does not wait for these extents any more."""
+        with self._lock:
+            self._claims.subtract(names)
+            self._claims = +self._claims
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """The part of the limit that extents with a claim leave to others."""
+        with self._lock:
+            held = (self._held.get(name) for name in self._claims)
+            return self.limit_bytes - sum(one.size_bytes for one in held if one is not None)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop extents."""

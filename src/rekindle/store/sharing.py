@@ -123,7 +123,7 @@ class Sharing:
 
     def share_nonprefix(self, kv_space: KvSpace, tokens: bytes, variant: Variant, present: Present = _always) -> str:
         """Write non-prefix KV of a chunk that was stored, and list it."""
-        own, data = nonprefix(kv_space), token_ids(chain_tokens(variant.digest, tokens))
+        own, data = nonprefix(kv_space), token_ids(chain_tokens(variant, tokens))
         self.share(own, data, present)
         match = self._lookup(own, data)
 

@@ -87,7 +87,7 @@ class TextIndex:
 
     def record_nonprefix(self, kv_space: KvSpace, chunk_tokens: Sequence[int], variant: Variant) -> None:
         """The same for a chunk of non-prefix KV."""
-        data = chain_tokens(variant.digest, token_bytes(chunk_tokens))
+        data = chain_tokens(variant, token_bytes(chunk_tokens))
         moved = variant.span.start - DIGEST_TOKENS
         self._record(nonprefix(kv_space), data, DIGEST_TOKENS, moved, variant.drift)
 

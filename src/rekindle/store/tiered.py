@@ -132,6 +132,14 @@ class TieredStore:
                 self._sources.add(sources, kv_space, piece, lambda source: is_in_place(source, match, digest))
         return self._sources.feed(kv_space, sources)
 
+    def preload(self, pieces: Sequence[Piece], cancelled: Callable[[], bool]) -> Callable[[], None]:
+        """Bring the KV of a queued request from this machine's disk to memory, as far as it fits; returns when it is
+        there, or `cancelled`. It leaves memory last, until the returned function is called."""
+        names = list(dict.fromkeys(piece.name for piece in pieces if piece.tier is None))
+        self.memory.claim(names)
+        self._failures.reading(lambda: self._sources.preload(names, cancelled), None)
+        return partial(self.memory.release, names)
+
     def holds(self, piece: Piece) -> bool:
         """Whether a piece's KV is in memory, by a quick check."""
         return self.memory.holds(piece.name)

@@ -41,6 +41,7 @@ _A_TRANSACTION = 32
 _ROWS_A_TIDYING = 1024
 _MAX_BROKEN = 1000
 _MAX_GAIN = 10.0
+_MAX_NONPREFIX = 2  # variants of one chunk that are non-prefix KV: each has bytes of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +153,14 @@ class Variants:
             pieces=pieces,
         )
 
-    def record_use(self, stored: StoredVariant, cfo: float, saved_ms: float = 0.0) -> None:
-        """Record a use of a variant, the share that was reused, and the time that saved. Written by `maintain`."""
+    def record_use(self, stored: StoredVariant, recomputed: float, saved_ms: float = 0.0) -> None:
+        """Record a use of a variant, the share of it that was recomputed, and the time that saved. Written by
+        `maintain`.
+
+        What a use saves grows with the chunk as its bytes do, so the sum of these gains is what a byte is worth.
+        """
         now, length = self._disk.clock(), len(stored.variant.span)
-        gain = min(1 / cfo, _MAX_GAIN) if cfo > 0 else _MAX_GAIN
+        gain = min(1 / recomputed, _MAX_GAIN) if recomputed > 0 else _MAX_GAIN
         local = [piece for piece in stored.pieces if piece.tier is None]
         blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in local]
         self._access_log.add([*blocks, VariantAccess(stored.id, stored.variant.digest, gain, now)])
@@ -214,8 +219,8 @@ class Variants:
     ) -> Kept:
         """Keep KV of a chunk that is not exact, computed at the variant's span. Exact lookups never find it.
 
-        There is one per chunk: while it exists, others are "known". Otherwise like `TieredStore.keep`; only the length
-        of `kv.span` matters.
+        After the same chunks it is "known". Of more than `_MAX_NONPREFIX` for one chunk the least used goes, with its
+        KV. Otherwise like `TieredStore.keep`; only the length of `kv.span` matters.
         """
         self._failures.check_open()
         tokens = token_bytes(chunk_tokens)
@@ -223,7 +228,7 @@ class Variants:
         if len(kv.span) != len(variant.span) or kv.layout != kv_space.layout:
             raise InvalidSetting("Non-prefix KV must be of the chunk's length, in the kv_space's layout.")
         own_kv_space, root = nonprefix(kv_space), kv_space.namespace.root
-        data = chain_tokens(variant.digest, tokens)
+        data = chain_tokens(variant, tokens)
         keys, span = chain(root, data), Span(DIGEST_TOKENS, DIGEST_TOKENS + len(variant.span))
         listed = self._listing(
             self._disk.kv_space_digest(own_kv_space), chunk_location(root, keys, data, span), variant
@@ -233,12 +238,12 @@ class Variants:
             self._access_log.flush(self._disk.database)
             self._sources.settle()
             found = self.find(kv_space, {variant.digest: tokens}).get(variant.digest, ())
-            if any(stored.nonprefix for stored in found):
+            if any(stored.nonprefix and stored.variant.before == variant.before for stored in found):
                 return Kept("known")
             size_bytes = len(kv.span) * kv.layout.token_bytes
             if self._disk.admit(own_kv_space, keys, size_bytes) < len(keys):
                 raise Refused("it was seen for the first time")
-            self._cut_rest(own_kv_space, variant.digest)
+            self._cut_rest(own_kv_space, variant.chain_name)
             whole = chain_kv(kv)
             also = partial(self._list_nonprefix, listed=listed, present=present)
             written = self._disk.keep(own_kv_space, root, data, whole, also=also, app=app)
@@ -298,20 +303,22 @@ class Variants:
         self, connection: sqlite3.Connection, number: int, listed: Listing, present: Callable[[], bool] | None
     ) -> None:
         check_present(connection, number, present)
-        self._add_rows(connection, number, [listed])
+        self._add_rows(connection, number, [listed], _MAX_NONPREFIX)
 
-    def _add_rows(self, connection: sqlite3.Connection, number: int, listed: Sequence[Listing]) -> int:
+    def _add_rows(
+        self, connection: sqlite3.Connection, number: int, listed: Sequence[Listing], max_a_chunk: int | None = None
+    ) -> int:
         settings = self._disk.settings
-        max_count = settings.max_variants, settings.max_a_chunk
-        return variant_rows.add(connection, number, listed, self._disk.clock(), *max_count)
+        max_a_chunk = min(settings.max_a_chunk, max_a_chunk or settings.max_a_chunk)
+        return variant_rows.add(connection, number, listed, self._disk.clock(), settings.max_variants, max_a_chunk)
 
-    def _cut_rest(self, kv_space: KvSpace, digest: ChunkDigest) -> None:
-        """Remove the rest of a chunk's own chain: KV of two computations must not be mixed."""
+    def _cut_rest(self, kv_space: KvSpace, chain_name: ChunkDigest) -> None:
+        """Remove the rest of a variant's own chain: KV of two computations must not be mixed."""
         with self._disk.database.writing() as connection:
             number = catalog.kv_space_id(connection, self._disk.kv_space_digest(kv_space))
             everything = catalog.Fresh(float("-inf"), float("inf"))
             while number is not None:
-                rest = ChunkView(connection, number, everything).beginning(kv_space.namespace.root, digest)
+                rest = ChunkView(connection, number, everything).beginning(kv_space.namespace.root, chain_name)
                 if rest is None:
                     return
                 catalog.cut(connection, rest.extent, 0)
