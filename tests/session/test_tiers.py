@@ -87,10 +87,8 @@ def test_a_server_that_is_gone_changes_no_answer_and_fails_no_request(
 
 @pytest.fixture
 def link(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink]:
-    """The way to the server. Sockets wait for an hour: what ends a wait is a deadline of the session's."""
+    """The way to the server."""
     pytest.importorskip("obstore", reason='needs: pip install "rekindle[s3]"')
-    monkeypatch.setattr("rekindle.store.redis._SOCKET_SECONDS", 3600.0)
-    monkeypatch.setattr("rekindle.store.s3._ANSWER_SECONDS", 3600)
     link = FaultyLink(server.port)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{link.port}")
     for name, value in ACCESS.items():
@@ -103,6 +101,9 @@ def link(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 def test_a_tier_that_takes_connections_and_never_answers_is_a_miss(
     at: Opens, link: FaultyLink, right: str, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Sockets wait for an hour: what ends the wait is the session's own deadline."""
+    monkeypatch.setattr("rekindle.store.redis._SOCKET_SECONDS", 3600.0)
+    monkeypatch.setattr("rekindle.store.s3._ANSWER_SECONDS", 3600)
     monkeypatch.setattr("rekindle.cache.stored_kv.SHARED_LOOKUP_SECONDS", 0.5)
     link.state = "hanging"
     places = {"redis": f"redis://127.0.0.1:{link.port}/0", "s3": "s3://rekindle/kv"}
@@ -116,6 +117,8 @@ def test_a_tier_that_takes_connections_and_never_answers_is_a_miss(
 def test_a_tier_that_hangs_while_kv_is_loaded_from_it_is_a_miss(
     at: Opens, link: FaultyLink, right: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An engine that loads in the step that computes waits as long as a socket does."""
+    monkeypatch.setattr("rekindle.store.redis._SOCKET_SECONDS", 1.0)
     ask(at("a"))
     session = at("b", redis=f"redis://127.0.0.1:{link.port}/0")
     store = session.cache.store
@@ -127,7 +130,6 @@ def test_a_tier_that_hangs_while_kv_is_loaded_from_it_is_a_miss(
         return load(*args)
 
     monkeypatch.setattr(store, "load", load_from_nobody)
-    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.5)
     reply = session.generate(PROMPT, max_tokens=16)
     assert link.state == "hanging"  # so it was found there
     assert reply.text == right and reply.reuse.reused == 0
