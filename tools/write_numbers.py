@@ -54,6 +54,7 @@ MEASURED = {
     "sparse": "",
     "slower": "engine cache chunks store codec session core",
     "agents": "server engine cache store codec session text core",
+    "fleet": "vllm store codec core",
 }
 
 MAX_ROWS = 10

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet.tier_servers import ACCESS, BUCKET, FaultyLink, RedisServer, S3Server, free_ports, wait_for_port
-from benchmarks.fleet.worker import BLOCK_SIZE, VllmConfig, VllmReply, VllmWorker
+from benchmarks.fleet.worker import BLOCK_SIZE, START_SECONDS, VllmConfig, VllmReply, VllmWorker
 
 RIVALS = {  # by the name that their JSON has
     "rekindle": "Rekindle's connector",
@@ -186,7 +186,7 @@ class RivalFleet:
                     subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ})
                 )
         for number, server in enumerate(self._servers):
-            wait_for_port(self._ports[2 * number + 1], server)
+            wait_for_port(self._ports[2 * number + 1], server, START_SECONDS)
 
     def _stop_servers(self) -> None:
         for server in self._servers:

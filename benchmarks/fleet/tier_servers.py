@@ -52,9 +52,9 @@ def paired_ports(count: int) -> list[int]:
     return found
 
 
-def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_port(port: int, process: subprocess.Popen[bytes], wait_seconds: float = _WAIT_SECONDS) -> None:
     """Wait until something listens. Raises `RuntimeError` if the process ends, or takes too long."""
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + wait_seconds
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
@@ -171,7 +171,7 @@ class S3Server:
                     httpx.post(url, timeout=5.0, trust_env=False).raise_for_status()
                     store.put("ready", b"1")
                     store.delete("ready")
-                except Exception as error:  # noqa: BLE001  (of several libraries: it is not ready yet)
+                except Exception as error:  # of several libraries: it is not ready yet
                     if time.monotonic() > deadline:
                         raise RuntimeError("a bucket could not be made") from error
                     time.sleep(0.1)

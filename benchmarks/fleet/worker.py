@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 VLLM_ENVIRONMENT = {
@@ -30,6 +30,7 @@ VLLM_ENVIRONMENT = {
 }
 BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU kernels take
 START_SECONDS = 600.0
+_PRELOADED = ["vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "rekindle.vllm.connector"]
 _STOP_SECONDS = 60.0
 
 
@@ -102,7 +103,7 @@ class VllmWorker:
         while reply.error is None:
             try:
                 event = events.get(timeout=max(0.0, began + timeout_seconds - time.perf_counter()))
-            except Exception:  # noqa: BLE001  (queue.Empty has no public home in SimpleQueue's typing)
+            except Empty:
                 reply.error = f"no reply within {timeout_seconds:.0f} s"
                 break
             if event is None:
@@ -150,7 +151,9 @@ def worker_context() -> Any:
     """How worker processes are made: forked from one that has imported what they need."""
     os.environ.update(VLLM_ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "rekindle.vllm.connector"])
+    context.set_forkserver_preload(
+        ["vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "rekindle.vllm.connector"]
+    )
     return context
 
 
