@@ -137,13 +137,11 @@ class _FleetMeasure:
                 self._fleet.restart()
             self._warm_up()
             advance(f"{RIVALS[self._name]}: {phase}")
-            row = self._pass(phase)
-            self._found.passes.append(row)
-            advance(f"{RIVALS[self._name]}: {row}")
+            self._found.passes.append(self._pass(phase))
+            advance(f"{RIVALS[self._name]}: {self._found.passes[-1]}")
         for fault in FAULTS if self._name in SHARING else ():
-            row = self._fault(fault)
-            self._found.faults.append(row)
-            advance(f"{RIVALS[self._name]}: {row}")
+            self._found.faults.append(self._fault(fault))
+            advance(f"{RIVALS[self._name]}: {self._found.faults[-1]}")
 
     def _warm_up(self) -> None:
         """The first reply of a process is always slower."""
@@ -186,7 +184,7 @@ class _FleetMeasure:
             worker = 0 if fault == "worker killed" else 1
             replies[number] = fleet.ask(worker, prompts[number], REPLY_TOKENS, salt)
             if fault == "worker killed":
-                fleet.workers[0].kill()  # by whoever has its reply first: it is writing it
+                fleet.workers[0].kill()  # with the first reply: it is writing its KV
 
         if fault == "worker killed":
             _in_threads(send, len(prompts))

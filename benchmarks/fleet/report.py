@@ -108,12 +108,13 @@ def add_rows(report: Report, passes: Sequence[PassRow], faults: Sequence[FaultRo
     pairs = [(ours[row.phase], row) for row in passes if row.rival != "rekindle" and row.phase in ours]
     compared = [_compared(mine, theirs) for mine, theirs in pairs]
     broken = [row for row in faults if row.rival == "rekindle"]
+    own: list[PassRow | FaultRow] = [*ours.values(), *broken]
     report.fields |= {
         "rows": [asdict(row) for row in passes],
         "faults": [asdict(row) for row in faults],
         "vs": compared,
-        "errors": sum(row.errors for row in (*ours.values(), *broken)),
-        "wrong_texts": sum(row.wrong_texts for row in (*ours.values(), *broken)),
+        "errors": sum(row.errors for row in own),
+        "wrong_texts": sum(row.wrong_texts for row in own),
         "not_measured": dict(absent),
     }
     for (mine, theirs), ratio in zip(pairs, compared, strict=True):

@@ -168,7 +168,9 @@ class S3Server:
             while True:
                 try:
                     url = f"http://127.0.0.1:{self.ports['filer']}/buckets/{name}/"
-                    httpx.post(url, timeout=5.0, trust_env=False).raise_for_status()
+                    made = httpx.post(url, timeout=5.0, trust_env=False)
+                    if made.status_code != httpx.codes.CONFLICT:  # it is there already
+                        made.raise_for_status()
                     store.put("ready", b"1")
                     store.delete("ready")
                 except Exception as error:  # of several libraries: it is not ready yet

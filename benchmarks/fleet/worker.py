@@ -6,6 +6,7 @@ started at least twice.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -191,6 +192,5 @@ def serve(config: VllmConfig, pipe: Connection) -> None:
 def _let_vllm_look_into_llvmlite() -> None:
     """LMCache imports llvmlite, whose library takes every attribute for a function of its own; vLLM 0.32.0 asks all
     objects of all modules for `__dict__` where its worker runs in the process, and fails."""
-    from llvmlite.binding import ffi
-
+    ffi: Any = importlib.import_module("llvmlite.binding.ffi")
     ffi.lib._fntab["__dict__"] = {}
