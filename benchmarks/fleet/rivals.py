@@ -26,7 +26,7 @@ RIVALS = {  # by the name that their JSON has
 }
 SHARING = ("rekindle", "lmcache")  # which use the tiers
 WORKERS = 2
-REPLY_SECONDS = 120.0  # then a request has failed
+REPLY_SECONDS = 45.0  # then a request has failed
 _SETTLED_SECONDS, _SETTLE_SECONDS = 1.5, 60.0
 
 

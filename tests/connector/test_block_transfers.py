@@ -342,6 +342,33 @@ def test_another_server_loads_what_is_on_a_shared_tier(redis: RedisServer, tmp_p
     other.close()
 
 
+def test_what_came_from_a_shared_tier_is_then_in_the_folder(redis: RedisServer, tmp_path: Path) -> None:
+    """Behind what the folder had: the tier is not asked again."""
+    one, other = (Fleet(tmp_path / name, redis=redis.url) for name in ("one", "other"))
+    tokens = list(range(2000, 2100))
+    run_prompt(other, AskedRequest("begin", tokens[:40], 40), (3, 9))
+    run_prompt(one, AskedRequest("first", tokens, 100), (3, 9, 4, 7))
+    again = AskedRequest("again", tokens, 100)
+    assert other.planner.matched(again, 0) == 99
+    other.planner.admitted(again, ((20, 21, 22, 23),), 99)
+    other.step({}, {})
+    assert loaded(other) == ({"again"}, set())
+    assert other.worker.flush(PATIENCE_SECONDS)
+    other.close()
+    alone = Fleet(tmp_path / "other")  # without the tier
+    later = replace(again, request_id="later")
+    assert alone.planner.matched(later, 0) == 99
+    alone.planner.admitted(later, ((30, 31, 32, 33),), 99)
+    alone.step({}, {})
+    assert loaded(alone) == ({"later"}, set())
+    for name, paged in one.memory.items():
+        was = paged.read((3, 9, 4, 7), SIZE, Span(0, 99))
+        now = alone.memory[name].read((30, 31, 32, 33), SIZE, Span(0, 99))
+        assert (was.keys == now.keys)[:, 32:].all() and (was.values == now.values)[:, 32:].all()
+    one.close()
+    alone.close()
+
+
 def test_what_is_damaged_on_a_shared_tier_is_computed(redis: RedisServer, tmp_path: Path) -> None:
     import redis as redis_client
 
