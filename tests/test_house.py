@@ -60,7 +60,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "workers, the layout of its blocks found by trial, metrics, events; part of a match is loaded, a model's KV "
      "is removed"),
     ("rekindle", 12, 0, "vllm: what came from a shared tier is copied to the folder; the patience with S3 has a name"),
-    ("benchmarks", 875, 7, "fleet: vLLM processes over Redis and S3 against vLLM alone and LMCache, with faults; real "
+    ("benchmarks", 880, 7, "fleet: vLLM processes over Redis and S3 against vLLM alone and LMCache, with faults; real "
      "servers of tiers and a link that counts, slows and hangs, which the tests use too"),
 )  # fmt: skip
 

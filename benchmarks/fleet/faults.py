@@ -9,7 +9,7 @@ from benchmarks.fleet.rivals import RivalFleet
 # Redis loses its connections in the last two: some clients do not come back from that.
 FAULTS = ("bytes flipped", "S3 slow", "worker killed", "Redis killed", "tiers hang")
 _LARGE_BYTES = 4096  # what is larger holds KV
-_FLIPPED_EVERY = 64  # bytes
+_FLIPPED_EVERY = 61  # bytes: odd, so that signs and exponents of numbers are hit, not only their last digits
 
 
 def break_tiers(fleet: RivalFleet, fault: str) -> None:

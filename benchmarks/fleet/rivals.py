@@ -82,10 +82,17 @@ class RivalFleet:
         self.s3.stop()
 
     def ask(self, number: int, prompt: tuple[int, ...], count: int, salt: str | None) -> tuple[VllmReply, int]:
-        """A reply of a worker; if that fails, of the next, as a router does it. Also returns the number of retries."""
+        """A reply of a worker; if that fails, of the next, as a router does it. Also returns the number of retries.
+
+        What was waited for before a retry counts.
+        """
+        began = time.perf_counter()
         for retries in range(WORKERS):
             worker = self.workers[(number + retries) % WORKERS]
+            waited = time.perf_counter() - began
             reply = worker.ask(prompt, count, salt, REPLY_SECONDS)
+            if reply.first_token_seconds is not None:
+                reply.first_token_seconds += waited
             if reply.error is None:
                 break
         return reply, retries
