@@ -30,8 +30,9 @@ BENCHES = {
     "sparse": "benchmarks.sparse.bench",
     "slower": "benchmarks.never_slower",
     "agents": "benchmarks.agents.bench",
+    "fleet": "benchmarks.fleet.bench",
 }
-_WITHOUT_ENGINE = {"store", "text", "knowledge", "policies"}
+_WITHOUT_ENGINE = {"store", "text", "knowledge", "policies", "fleet"}
 _OPTIONS_OF = {  # options that only some benches take
     "calibrate": ("chunks", "adapters"),
     "quality": ("chunks",),
@@ -39,8 +40,9 @@ _OPTIONS_OF = {  # options that only some benches take
     "pairs": ("answers",),
     "traces": ("stream",),
     "users": ("answers",),
-    "tokens": ("slower",),
-    "minutes": ("slower", "adapters", "chunks", "answers"),
+    "tokens": ("slower", "fleet"),
+    "gap": ("fleet",),
+    "minutes": ("slower", "adapters", "chunks", "answers", "fleet"),
 }
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -54,7 +56,9 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     shape: Annotated[str | None, typer.Option(help="Random weights of this shape: for time only.")] = None,
-    data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve and fleet.")
+    ] = None,
     adapters: Annotated[
         Path | None,
         typer.Option(
@@ -68,9 +72,11 @@ def bench(
         Path | None, typer.Option(help="stream: a folder of .csv files of bandwidth over time (time_s,mbps).")
     ] = None,
     users: Annotated[int | None, typer.Option(min=1, help="answers: how many users of each set.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="slower: the largest prompt.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="slower, fleet: the largest prompt.")] = None,
+    gap: Annotated[float | None, typer.Option(min=0, help="fleet: mean seconds between two requests.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="slower, adapters, chunks, answers: report what is measured by then.")
+        float | None,
+        typer.Option(min=0, help="slower, adapters, chunks, answers, fleet: report what is measured by then."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,

@@ -58,7 +58,8 @@ class BenchOptions:
     pairs: Path | None = None  # answers: labelled pairs of questions
     traces: Path | None = None  # stream: a folder of bandwidth over time
     users: int | None = None  # answers: of each set
-    tokens: int | None = None  # slower: the largest prompt
+    tokens: int | None = None  # slower, fleet: the largest prompt
+    gap: float | None = None  # fleet: mean seconds between two requests
 
     def rounds(self, full: int, quick: int = 3) -> int:
         """How often a measurement is repeated."""

@@ -351,6 +351,17 @@ def _agents(field: str, title: str) -> Panel:
     return panel
 
 
+def _fleet(field: str, title: str) -> Panel:
+    def panel(axes: Any, result: Result) -> None:
+        rivals = {"rekindle": "Rekindle", "lmcache": "LMCache", "vllm": "vLLM alone"}
+        phases = [phase for phase in ("cold", "restarted") if any(row["phase"] == phase for row in result["rows"])]
+        measured = {(row["rival"], row["phase"]): row[field] or 0.0 for row in result["rows"]}
+        values = {name: [measured.get((rival, phase), 0.0) for phase in phases] for rival, name in rivals.items()}
+        groups(axes, phases, values, title)
+
+    return panel
+
+
 _PANELS: dict[str, list[Panel]] = {
     "engine": [
         _engine_part("prefill", "model", "tokens", "prefill, ms, by tokens"),
@@ -380,4 +391,5 @@ _PANELS: dict[str, list[Panel]] = {
         _agents("computed", "computed tokens, restart at 18, swap at 26"),
         _agents("first_token_s", "seconds to the first token"),
     ],
+    "fleet": [_fleet("ttft_p50", "first token, median seconds"), _fleet("hit_share", "share of tokens not computed")],
 }

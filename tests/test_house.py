@@ -65,6 +65,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 30, 0, "variants: known passages that are computed become one, several of KV that is not exact, the "
      "one that depends least on what has changed is reused"),
     ("benchmarks", 6, 0, "the published choice of a variant, by CFO"),
+    ("rekindle", 12, 0, "vllm: what came from a shared tier is copied to the folder; the patience with S3 has a name"),
+    ("benchmarks", 880, 7, "fleet: vLLM processes over Redis and S3 against vLLM alone and LMCache, with faults; real "
+     "servers of tiers and a link that counts, slows and hangs, which the tests use too"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

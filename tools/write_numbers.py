@@ -54,6 +54,7 @@ MEASURED = {
     "sparse": "",
     "slower": "engine cache chunks store codec session core",
     "agents": "server engine cache store codec session text core",
+    "fleet": "vllm store codec core",
 }
 
 MAX_ROWS = 10
@@ -77,6 +78,8 @@ HEADLINES = {
     "sparse": """8,064 tokens, density=0.5; 32,768 tokens, density=0.[15]; schedules *""",
     "slower": """*, 256 tokens, later""",
     "agents": """restart: *; swap: *; sub-agents: *; all: *""",
+    "fleet": """*LMCache*: first token; restarted, vLLM*: first token; *LMCache*: hit share; bytes flipped, *;
+        worker killed, *; tiers hang, *""",
     "engine": """prefill 1024 *; prefill 8192 *; decode at 1024 *; 4 rows, *; 30 % of *; 64 tokens after *""",
 }
 

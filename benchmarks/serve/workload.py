@@ -37,28 +37,42 @@ class PromptWorkload:
     shared_share: float
 
 
+@dataclass(frozen=True)
+class TraceRequest:
+    """A request of a trace: when it came, and the blocks of its prompt."""
+
+    arrival_seconds: float
+    blocks: Blocks
+
+
 def read_trace(folder: Path | None) -> list[Blocks]:
     """The prompts of all traces in a folder, as blocks; without one, of the trace that the package ships."""
+    return [request.blocks for request in read_requests(folder)]
+
+
+def read_requests(folder: Path | None) -> list[TraceRequest]:
+    """The requests of all traces in a folder; without one, of the trace that the package ships."""
     if folder is None:
         return _read(_SAMPLE, resources.files("benchmarks").joinpath(_SAMPLE).read_text("utf-8"))
     if not folder.is_dir():
         raise InvalidSetting(f"--data {folder} is not a folder. Give one with a .jsonl trace.")
-    found = [blocks for path in sorted(folder.glob("*.jsonl")) for blocks in _read(str(path), path.read_text("utf-8"))]
+    found = [one for path in sorted(folder.glob("*.jsonl")) for one in _read(str(path), path.read_text("utf-8"))]
     if not found:
         raise InvalidSetting(f"--data {folder} has no requests in .jsonl files. Each line needs hash_ids.")
     return found
 
 
-def _read(name: str, text: str) -> list[Blocks]:
+def _read(name: str, text: str) -> list[TraceRequest]:
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            ids = json.loads(line)["hash_ids"]
+            record = json.loads(line)
+            ids, arrival = record["hash_ids"], float(record.get("timestamp_ms", 0)) / 1e3
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidSetting(f"{name}, line {number} is no request of a trace: it needs hash_ids.") from error
         if not isinstance(ids, list) or not ids or not all(isinstance(one, int) and one >= 0 for one in ids):
             raise InvalidSetting(f"{name}, line {number}: hash_ids must be a list of numbers, 0 or more.")
-        found.append(tuple(ids))
+        found.append(TraceRequest(arrival, tuple(ids)))
     return found
 
 
@@ -72,15 +86,21 @@ def shared_share(trace: Sequence[Blocks]) -> float:
     return known / sum(len(blocks) for blocks in trace)
 
 
-def scale(trace: Sequence[Blocks], requests: int, max_blocks: int, random: np.random.Generator) -> list[Blocks]:
-    """`requests` requests, or all: whole conversations drawn at random, no prompt longer than `max_blocks`."""
+def draw(trace: Sequence[Blocks], requests: int, random: np.random.Generator) -> list[int]:
+    """The numbers of `requests` requests, or of all, in their order: whole conversations drawn at random."""
     conversations = _conversations(trace)
     drawn: list[int] = []
     for number in random.permutation(len(conversations)):
         drawn += conversations[number]
         if len(drawn) >= requests:
             break
-    chosen = set(drawn[:requests])
+    return sorted(drawn[:requests])
+
+
+def scale(trace: Sequence[Blocks], requests: int, max_blocks: int, random: np.random.Generator) -> list[Blocks]:
+    """`requests` requests, or all: whole conversations drawn at random, no prompt longer than `max_blocks`."""
+    chosen = set(draw(trace, requests, random))
+    conversations = _conversations(trace)
     thinned: dict[int, Blocks] = {}
     for members in conversations:
         mine = [number for number in members if number in chosen]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.fleet.tier_servers import FaultyLink
 from rekindle.cache.cost import Costs, Rates
 from rekindle.core.kv import KvLayout, LayerShape, Span
 from rekindle.settings import Settings
@@ -341,6 +342,33 @@ def test_another_server_loads_what_is_on_a_shared_tier(redis: RedisServer, tmp_p
     other.close()
 
 
+def test_what_came_from_a_shared_tier_is_then_in_the_folder(redis: RedisServer, tmp_path: Path) -> None:
+    """Behind what the folder had: the tier is not asked again."""
+    one, other = (Fleet(tmp_path / name, redis=redis.url) for name in ("one", "other"))
+    tokens = list(range(2000, 2100))
+    run_prompt(other, AskedRequest("begin", tokens[:40], 40), (3, 9))
+    run_prompt(one, AskedRequest("first", tokens, 100), (3, 9, 4, 7))
+    again = AskedRequest("again", tokens, 100)
+    assert other.planner.matched(again, 0) == 99
+    other.planner.admitted(again, ((20, 21, 22, 23),), 99)
+    other.step({}, {})
+    assert loaded(other) == ({"again"}, set())
+    assert other.worker.flush(PATIENCE_SECONDS)
+    other.close()
+    alone = Fleet(tmp_path / "other")  # without the tier
+    later = replace(again, request_id="later")
+    assert alone.planner.matched(later, 0) == 99
+    alone.planner.admitted(later, ((30, 31, 32, 33),), 99)
+    alone.step({}, {})
+    assert loaded(alone) == ({"later"}, set())
+    for name, paged in one.memory.items():
+        was = paged.read((3, 9, 4, 7), SIZE, Span(0, 99))
+        now = alone.memory[name].read((30, 31, 32, 33), SIZE, Span(0, 99))
+        assert (was.keys == now.keys)[:, 32:].all() and (was.values == now.values)[:, 32:].all()
+    one.close()
+    alone.close()
+
+
 def test_what_is_damaged_on_a_shared_tier_is_computed(redis: RedisServer, tmp_path: Path) -> None:
     import redis as redis_client
 
@@ -368,3 +396,30 @@ def test_a_shared_tier_that_is_gone_is_a_miss(tmp_path: Path) -> None:
     assert fleet.planner.matched(asked("again", 100), 0) == 99  # of its own folder
     assert fleet.planner.matched(AskedRequest("new", [7] * 100, 100), 0) == 0
     fleet.close()
+
+
+@pytest.mark.parametrize("hangs", ["lookup", "load"])
+def test_a_shared_tier_that_hangs_is_a_miss(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    """It takes connections and answers nothing. Sockets wait for an hour: what ends a wait is a deadline of ours."""
+    monkeypatch.setattr("rekindle.store.redis._SOCKET_SECONDS", 3600.0)
+    monkeypatch.setattr("rekindle.vllm.block_planner.SHARED_LOOKUP_SECONDS", 0.5 if hangs == "lookup" else 60.0)
+    monkeypatch.setattr("rekindle.vllm.block_store.LOAD_SECONDS", 0.5)
+    link = FaultyLink(redis.port)
+    writer = Fleet(tmp_path / "writer", redis=redis.url)
+    fleet = Fleet(tmp_path / "kv", redis=f"redis://127.0.0.1:{link.port}/0")
+    first = AskedRequest("first", list(range(1000, 1100)), 100)
+    run_prompt(writer, first, (3, 9, 4, 7))
+    again = replace(first, request_id="again", num_computed_tokens=0)
+    link.state = "hanging" if hangs == "lookup" else "open"
+    assert fleet.planner.matched(again, 0) == (0 if hangs == "lookup" else 99)
+    if hangs == "load":
+        link.state = "hanging"
+        fleet.planner.admitted(again, ((20, 21, 22, 23),), 99)
+        fleet.worker.start_loads(fleet.planner.step({}, lambda _: ()))
+        assert loaded(fleet) == ({"again"}, {"again"})
+        assert fleet.worker.take_failed_blocks() == {20, 21, 22, 23}
+    link.close()
+    fleet.close()
+    writer.close()

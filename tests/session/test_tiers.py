@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fleet.tier_servers import ACCESS, FaultyLink
 from rekindle import Session
 from rekindle.cache.cost import Costs
 from rekindle.core.kv import Span
@@ -82,6 +83,57 @@ def test_a_server_that_is_gone_changes_no_answer_and_fails_no_request(
     assert first.text == right and first.reuse.reused == 0
     server.start()
     assert ask(at("c")).text == right
+
+
+@pytest.fixture
+def link(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink]:
+    """The way to the server."""
+    pytest.importorskip("obstore", reason='needs: pip install "rekindle[s3]"')
+    link = FaultyLink(server.port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{link.port}")
+    for name, value in ACCESS.items():
+        monkeypatch.setenv(name, value)
+    yield link
+    link.close()
+
+
+@pytest.mark.parametrize("tier", ["redis", "s3"])
+def test_a_tier_that_takes_connections_and_never_answers_is_a_miss(
+    at: Opens, link: FaultyLink, right: str, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sockets wait for an hour: what ends the wait is the session's own deadline."""
+    monkeypatch.setattr("rekindle.store.redis._SOCKET_SECONDS", 3600.0)
+    monkeypatch.setattr("rekindle.store.s3._ANSWER_SECONDS", 3600)
+    monkeypatch.setattr("rekindle.cache.stored_kv.SHARED_LOOKUP_SECONDS", 0.5)
+    link.state = "hanging"
+    places = {"redis": f"redis://127.0.0.1:{link.port}/0", "s3": "s3://rekindle/kv"}
+    session = at("a", tiers=f"memory > disk > {tier}", **{tier: places[tier]})
+    first = session.generate(PROMPT, max_tokens=16)
+    assert first.text == right and first.reuse.reused == 0
+    assert session.generate(PROMPT, max_tokens=16).text == right
+    link.close()
+
+
+def test_a_tier_that_hangs_while_kv_is_loaded_from_it_is_a_miss(
+    at: Opens, link: FaultyLink, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that loads in the step that computes waits as long as a socket does."""
+    monkeypatch.setattr("rekindle.store.redis._SOCKET_SECONDS", 1.0)
+    ask(at("a"))
+    session = at("b", redis=f"redis://127.0.0.1:{link.port}/0")
+    store = session.cache.store
+    assert store is not None
+    load = store.load
+
+    def load_from_nobody(*args: Any) -> Any:
+        link.state = "hanging"
+        return load(*args)
+
+    monkeypatch.setattr(store, "load", load_from_nobody)
+    reply = session.generate(PROMPT, max_tokens=16)
+    assert link.state == "hanging"  # so it was found there
+    assert reply.text == right and reply.reuse.reused == 0
+    link.close()
 
 
 def test_quantized_kv_is_shared_says_so_and_is_not_quantized_twice(at: Opens) -> None:
@@ -197,6 +249,5 @@ def test_bandwidth_is_measured(at: Opens) -> None:
 )
 def test_wrong_settings_are_refused(tmp_path: Path, settings: Any) -> None:
     pytest.importorskip("redis")
-    pytest.importorskip("obstore")
     with pytest.raises(InvalidSetting):
         Session(FakeEngine(), cache=str(tmp_path / "cache"), **settings)

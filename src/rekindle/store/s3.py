@@ -31,6 +31,7 @@ _CLAIM = ".claim"
 _SWEEP_SHARE = 16  # all objects are listed again when this part of the limit was written
 _LEFT_SHARE = 0.9  # of the limit, after others were removed
 _WORKERS = 16
+_ANSWER_SECONDS = 10
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -53,8 +54,8 @@ class S3Objects:
                 bucket,
                 prefix=prefix.strip("/") or None,
                 config=config,
-                client_options={"timeout": "10s", "connect_timeout": "1s", "allow_http": True},
-                retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=10)},
+                client_options={"timeout": f"{_ANSWER_SECONDS}s", "connect_timeout": "1s", "allow_http": True},
+                retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=_ANSWER_SECONDS)},
             )
         except BaseError as error:
             raise InvalidSetting(f"The store {url} cannot be used: {error}.") from error

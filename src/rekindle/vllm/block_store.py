@@ -24,7 +24,7 @@ from rekindle.cache.deadline import DeadlineCaller, NoAnswer
 from rekindle.cache.prefix_cache import CLOSE_SECONDS
 from rekindle.cache.stored_kv import LOAD_SECONDS
 from rekindle.cache.writer import BackgroundWriter, WriteJob
-from rekindle.core.keys import BLOCK_TOKENS
+from rekindle.core.keys import BLOCK_TOKENS, KvSpace
 from rekindle.core.kv import Kv, LayerKv, LayerShape
 from rekindle.core.plan import SHARED_TIERS
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
@@ -176,6 +176,8 @@ class BlockStore:
         if match.length < plan.span.stop:
             raise KvLost("It was evicted meanwhile.")
         match = match.since(start)
+        shared = any(piece.tier is not None for piece in match.pieces)
+        copies: list[LayerKv] = []
         try:
             with self._ask(lambda: self._store.load(kv_space, match)) as feed:
                 for number, layer in enumerate(self._layers.layers):
@@ -185,13 +187,23 @@ class BlockStore:
                     place = plan.block_ids[layer.group], self._layers.group_tokens[layer.group], plan.span
                     skip = plan.span.start - start
                     self._paged[layer.name].write(*place, keys[:, skip:], values[:, skip:])
+                    copies += [out] if shared else []
                     loading.advance(number + 1)
         except NoAnswer:
             with suppress(NoAnswer):  # the catalog learns what is damaged before the scheduler looks again
                 self._ask(self._store.maintain)
             raise
         self._store.record_use(match)
+        if shared:
+            self._keep(kv_space, plan.tokens, Kv(feed.span, kv_space.layout, tuple(copies)))
         return match
+
+    def _keep(self, kv_space: KvSpace, tokens: tuple[int, ...], kv: Kv) -> None:
+        """Copy what came from a shared tier to the folder, where it is found next time."""
+        job = WriteJob(kv_space, tokens, lambda _: kv, known=kv.span.start)
+        job.detach()
+        job.shared_tokens = kv.span.stop
+        self._writer.offer(job)
 
     def _ask(self, question: Callable[[], T], size_bytes: int = 0) -> T:
         return self._deadline.ask(question, LOAD_SECONDS + size_bytes / _SLOWEST_BYTES)
