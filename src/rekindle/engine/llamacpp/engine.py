@@ -16,7 +16,7 @@ from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import PAGES, Kv, Span
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Capabilities, Logits, Row
+from rekindle.engine.base import Capabilities, HostStopwatch, Logits, Row
 from rekindle.engine.context_length import Reserve
 from rekindle.engine.llamacpp.c_api import llama
 from rekindle.engine.llamacpp.kv_buffer import BatchTokens, KvBuffer
@@ -204,6 +204,10 @@ class LlamaCppEngine:
         size, most = self.tokenizer.vocabulary_size, self.context_tokens
         return ChainSampler(sampling, context, size, token_limit=most)
 
+    def stopwatch(self) -> HostStopwatch:
+        """It waits for layers on a GPU: llama.cpp does not say how long they took."""
+        return _SynchronizedStopwatch(self._cells)
+
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows in one batch."""
         with self._cells.lock:
@@ -329,6 +333,16 @@ class LlamaCppEngine:
             return layout
         finally:
             cells.close_sequence(number, count + 1)
+
+
+class _SynchronizedStopwatch(HostStopwatch):
+    def __init__(self, cells: KvBuffer) -> None:
+        super().__init__()
+        self._cells = cells
+
+    def stop(self) -> None:
+        self._cells.synchronize()
+        super().stop()
 
 
 def _same(part: Kv, whole: Kv, span: Span) -> bool:
