@@ -290,11 +290,8 @@ class HybridPrefill:
                 span = Span(self._cells.span(chunks[0]).start, self._cells.span(chunks[-1]).stop)
                 feeds.append(StayingFeed(span, range(own)))
             if own < layers:
-                kv = {
-                    Cell(chunk, layer): self._link.arrived[chunk, layer]
-                    for chunk in chunks
-                    for layer in range(own, layers)
-                }
+                cells = [Cell(chunk, layer) for chunk in chunks for layer in range(own, layers)]
+                kv = {cell: self._link.arrived[cell] for cell in cells}
                 feeds.append(ArrivedFeed(self._cells, chunks, range(own, layers), kv, self._engine.layout.dtype))
         return tuple(feeds)
 

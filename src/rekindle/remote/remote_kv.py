@@ -338,6 +338,7 @@ class RemoteKv:
             log.warning("computing instead: %s", error)
             context.truncate(prefill.at)
             if isinstance(error, KvLost):
+                link.lose(str(error))
                 self._back_off(str(error))
             return None
         finally:

@@ -151,6 +151,13 @@ class TransferQueue:
             before = len(self._arrived), self.failed
             self._changed.wait_for(lambda: (len(self._arrived), self.failed) != before, seconds)
 
+    def lose(self, reason: str) -> None:
+        """What has arrived cannot be used, and nothing more is fetched."""
+        with self._changed:
+            self._arrived = {}
+            self._fail(reason)
+        self.close()
+
     def close(self) -> None:
         """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""
         with self._changed:

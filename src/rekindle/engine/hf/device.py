@@ -124,9 +124,9 @@ class DeviceStopwatch:
     @property
     def seconds(self) -> float | None:
         """None until the device has come to the end."""
-        if not self._stopped or not self._end.query():
+        if not self._stopped or not self._end.query():  # type: ignore[no-untyped-call]
             return None
-        return self._begin.elapsed_time(self._end) / 1e3
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 class LayerPace:
