@@ -40,7 +40,7 @@ _OPTIONS_OF = {  # options that only some benches take
     "traces": ("stream",),
     "users": ("answers",),
     "tokens": ("slower",),
-    "minutes": ("slower", "adapters", "chunks", "answers"),
+    "minutes": ("slower", "adapters", "chunks", "answers", "stream"),
 }
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -70,7 +70,8 @@ def bench(
     users: Annotated[int | None, typer.Option(min=1, help="answers: how many users of each set.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="slower: the largest prompt.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="slower, adapters, chunks, answers: report what is measured by then.")
+        float | None,
+        typer.Option(min=0, help="slower, adapters, chunks, answers, stream: report what is measured by then."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,

@@ -59,6 +59,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 928, 8, "vllm/: a connector for vLLM: plans in its scheduler, layer-wise loads and saves in its "
      "workers, the layout of its blocks found by trial, metrics, events; part of a match is loaded, a model's KV "
      "is removed"),
+    ("rekindle", 170, 0, "KV of an origin is restored by the device, slices that follow each other at once; "
+     "stopwatches of engines, by events on a device"),
+    ("benchmarks", 10, 0, "stream: --minutes, and each case as it comes"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
