@@ -42,7 +42,7 @@ _OPTIONS_OF = {  # options that only some benches take
     "users": ("answers",),
     "tokens": ("slower", "fleet"),
     "gap": ("fleet",),
-    "minutes": ("slower", "adapters", "chunks", "answers", "fleet"),
+    "minutes": ("slower", "adapters", "chunks", "answers", "stream", "fleet"),
 }
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -76,7 +76,7 @@ def bench(
     gap: Annotated[float | None, typer.Option(min=0, help="fleet: mean seconds between two requests.")] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0, help="slower, adapters, chunks, answers, fleet: report what is measured by then."),
+        typer.Option(min=0, help="slower, adapters, chunks, answers, stream, fleet: report what is measured by then."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,

@@ -68,6 +68,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 12, 0, "vllm: what came from a shared tier is copied to the folder; the patience with S3 has a name"),
     ("benchmarks", 880, 7, "fleet: vLLM processes over Redis and S3 against vLLM alone and LMCache, with faults; real "
      "servers of tiers and a link that counts, slows and hangs, which the tests use too"),
+    ("rekindle", 170, 0, "KV of an origin is restored by the device, slices that follow each other at once; "
+     "stopwatches of engines, by events on a device"),
+    ("benchmarks", 10, 0, "stream: --minutes, and each case as it comes"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -90,7 +90,7 @@ class CodedLayersFeed:
             self.layout.layer_spec(layer, len(self.span)),
             Span(0, len(self.span)),
         )
-        own = CodedPiece(self.kv.layers[layer], spec, whole, 0, delta=anchor is not None, owner="own")
+        own = CodedPiece((self.kv.layers[layer],), spec, whole, 0, delta=anchor is not None, owner="own")
         return [own] if anchor is None else [CodedPiece(anchor, spec, whole, 0, delta=False, owner="anchor"), own]
 
     def damaged(self, piece: CodedPiece, reason: str) -> KvLost:

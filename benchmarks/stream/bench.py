@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, about, rotated, scratch
+from benchmarks.base import Advance, BenchOptions, Report, about, rotated, scratch, until_time_is_up
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.stream import costs, schedules, sensitivity
@@ -36,7 +36,7 @@ from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.remote.ladder import PricedLevel
 
-RATIOS, QUICK_RATIOS = (0.25, 1.0, 4.0), (1.0,)
+RATIOS, QUICK_RATIOS = (1.0, 0.25, 4.0), (1.0,)
 CONTEXT_TOKENS, QUICK_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 2048, 640, 8192
 SIMULATED_TOKENS, SIMULATED_RATIOS = (2048, 4096, 8192), (0.25, 0.5, 1.0, 2.0, 4.0)
 QUESTION_TOKENS, PASSAGE_TOKENS = 24, 200
@@ -91,18 +91,18 @@ class _StreamBench:
             site.learn(measured)
             local_seconds = self._local(site)
             size_bytes = float(site.sizes(LEVEL).sum())
-            ratios = QUICK_RATIOS if options.quick else RATIOS
-            cases = []
-            for begin in self._traces(self.traces, max(ratios) * local_seconds):
-                for ratio in ratios:
-                    scaled = begin(_together(local_seconds, ratio)).at_ratio(size_bytes, local_seconds, ratio)
-                    cases.append(self._case(site, scaled, ratio, local_seconds))
-            simulated = [] if options.quick else self._simulate(site, measured)
+            cases: list[TraceCase] = []
+            simulated, sensitive, trouble, passages = (list[dict[str, Any]]() for _ in range(4))
+            with until_time_is_up(cases):
+                self._measure_cases(cases, site, local_seconds, size_bytes)
+                if not options.quick:
+                    sensitive += sensitivity.measure(site, setting, self.folder, measured, local_seconds, self.advance)
+                    trouble += Trouble(setting, site, self.folder, measured, local_seconds, self.advance).measure()
+                    passages += self._passages()
+                    self._simulate(simulated, site, measured)
             bandwidths = [size_bytes / (ratio * local_seconds) for ratio in SIMULATED_RATIOS]
-            scheduled = schedules.compare(site.costs(LEVEL), bandwidths, self.advance)
+            scheduled = schedules.compare(site.costs(LEVEL), bandwidths, lambda _: None)  # seconds, however late
             sizes, kls = {level: int(site.sizes(level).sum()) for level in levels}, site.kls()
-            sensitive, trouble = self._more(site, setting, measured, local_seconds)
-        passages = self._passages()
         return StreamResults(
             cases=tuple(cases),
             measured=measured,
@@ -122,11 +122,19 @@ class _StreamBench:
             quick=options.quick,
         )
 
-    def _simulate(self, site: Site, measured: LayerTimings) -> list[dict[str, Any]]:
-        """One row for each length, trace and ratio."""
+    def _measure_cases(self, cases: list[TraceCase], site: Site, local_seconds: float, size_bytes: float) -> None:
+        """Every trace at every ratio: first where both lanes take equally long, then where one is much slower."""
+        ratios = QUICK_RATIOS if self.options.quick else RATIOS
+        traces = self._traces(self.traces, max(ratios) * local_seconds)
+        for ratio, begin in product(ratios, traces):
+            scaled = begin(_together(local_seconds, ratio)).at_ratio(size_bytes, local_seconds, ratio)
+            cases.append(self._case(site, scaled, ratio, local_seconds))
+            self.advance(str(cases[-1]))
+
+    def _simulate(self, rows: list[dict[str, Any]], site: Site, measured: LayerTimings) -> None:
+        """Adds one row for each length, trace and ratio."""
         folder, seed, kls = self.options.traces, self.options.seed, site.kls()
         traces = None if folder is None else read_traces(folder, SIMULATED_TRACES, seed)
-        rows = []
         for tokens in SIMULATED_TOKENS:
             cells = CellGrid(tokens, len(self.engine.layout.layers))
             sizes = {level: tiled(site.sizes(level), cells.chunks) for level in kls}
@@ -141,20 +149,10 @@ class _StreamBench:
                 runs = {mode.name: one.run(mode) for mode in SIMULATED_MODES}
                 about = {"tokens": tokens, "trace": trace.name, "ratio": ratio, "change": trace.change(together)}
                 rows.append({**about, **summary(runs, one.ideal_seconds())})
-        return rows
-
-    def _more(
-        self, site: Site, setting: ContextSetup, measured: LayerTimings, local_seconds: float
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """What the gain depends on, and what origins in trouble cost; not in a quick run."""
-        if self.options.quick:
-            return [], []
-        rows = sensitivity.measure(site, setting, self.folder, measured, local_seconds, self.advance)
-        return rows, Trouble(setting, site, self.folder, measured, local_seconds, self.advance).measure()
 
     def _passages(self) -> list[dict[str, Any]]:
-        """Several contexts in one prompt; not in a quick run, nor with a model that says nothing."""
-        if self.options.quick or self.options.shape is not None or self.engine.capabilities.recompute == "none":
+        """Several contexts in one prompt; not with a model that says nothing."""
+        if self.options.shape is not None or self.engine.capabilities.recompute == "none":
             return []
         tokens = tokens_for(self.engine, self.options, PASSAGES * PASSAGE_TOKENS)
         return Passages(self.engine, tokens, self.folder / "several", self.advance).measure()

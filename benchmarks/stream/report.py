@@ -38,6 +38,10 @@ class TraceCase:
         """How much the bandwidth changes while both lanes work."""
         return self.trace.change(self.window_seconds / (1 + self.ratio))
 
+    def __str__(self) -> str:
+        times = (f"{mode.name} {self.ttft(mode.name):.3f} s" for mode in self.modes if mode not in self.skipped)
+        return f"{self.trace.name}, streaming takes {self.ratio:g} of computing: {', '.join(times)}"
+
     def of(self, name: str) -> list[StreamRun]:
         """The runs of one way."""
         return [run for run in self.runs if run.mode.name == name]
@@ -148,6 +152,9 @@ def _reasons(found: StreamResults, changing: bool) -> dict[str, str]:
     if found.quick:
         names = ("vs_fixed_window", "vs_sparkv", "vs_cachegen", "vs_q2", "sensitivity", "trouble", "passages")
         reasons |= {f"{name}_reason": "not in a quick run" for name in names}
+    else:
+        missing = (name for name in ("sensitivity", "trouble", "passages", "simulated") if not getattr(found, name))
+        reasons |= {f"{name}_reason": "not reached in time, or not for this model" for name in missing}
     if not changing:
         reasons["changing_reason"] = f"no trace changes by a factor of {CHANGING:g} while the context comes"
     return reasons

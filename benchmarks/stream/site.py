@@ -120,6 +120,7 @@ class Site:
         self._remote = self._stack.enter_context(ShapedOrigin(folder))
         self._url = self._remote.url
         self._found = self._look()
+        self.left_coded = self._engine.capabilities.decodes  # quantized slices, for the engine
 
     def __enter__(self) -> Site:
         return self
@@ -310,10 +311,10 @@ class Site:
             levels = (PricedLevel(mode.level, file.kl or 0.0, file.bits, found.sizes(mode.level)),)
         if mode.kind == "cachegen":
             deadline = time.monotonic() + local_seconds
-            return OriginSlices(
-                origin, found, DeadlineLadder(levels, found.cells, math.inf, local_seconds, deadline=deadline)
-            )
-        return OriginSlices(origin, found, LevelLadder(levels, found.cells, KL_BUDGET, local_seconds))
+            ladder: LevelLadder = DeadlineLadder(levels, found.cells, math.inf, local_seconds, deadline=deadline)
+        else:
+            ladder = LevelLadder(levels, found.cells, KL_BUDGET, local_seconds)
+        return OriginSlices(origin, found, ladder, left_coded=self.left_coded)
 
     def _near(self, sequence: EngineSequence, logits: Logits) -> tuple[float, float]:
         """KL and top-1 agreement with the full computation, along its own reply."""

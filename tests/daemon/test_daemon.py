@@ -269,10 +269,13 @@ def test_relative_paths_are_those_of_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    spec = DaemonSpec.of("model", Settings.load({"cache": "kv", "adapter": "a=lora,scale=0.5"}))
+    (tmp_path / "publisher.pub").write_text("ab" * 32)
+    given = {"cache": "kv", "adapter": "a=lora,scale=0.5", "origin_keys": f"publisher.pub, {'cd' * 32}"}
+    spec = DaemonSpec.of("model", Settings.load(given))
     assert spec.model == str(tmp_path / "model")
     assert spec.settings["cache"] == str(tmp_path / "kv")
     assert spec.settings["adapter"] == f"a={tmp_path / 'lora'},scale=0.5"
+    assert spec.settings["origin_keys"] == f"{tmp_path / 'publisher.pub'},{'cd' * 32}"
     assert DaemonSpec.of("smollm2", Settings.load({"cache": "off"})).settings["cache"] == "off"
 
 

@@ -17,7 +17,9 @@ from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey
 from rekindle.session.publish import computed, levels_of
 from tests.real.test_chunks import PASSAGES
+from tests.remote.conftest import origin_first
 
+__all__ = ["origin_first"]  # a fixture
 pytestmark = pytest.mark.real
 
 TEXT = " ".join(list(PASSAGES.values())[:3])
@@ -55,3 +57,28 @@ def test_passages_come_and_the_reply_is_nearly_the_exact_one(
                 assert reply.reuse.level == "approximate" and exact.reuse.level == "off"
                 assert reply.tokens[0] == exact.tokens[0]
                 assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
+
+
+@pytest.mark.llamacpp
+@pytest.mark.usefixtures("origin_first")
+@pytest.mark.parametrize("reuse", ["exact", "quantized"])
+def test_a_gguf_takes_the_beginning_of_a_prompt_from_an_origin(
+    reuse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole chunks of tokens, computed from the front while the others come; an exact reply is that without."""
+    monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
+    key, context = SigningKey.new(), " ".join(PASSAGES.values())
+    with Session("smollm2", engine="llamacpp", cache="off") as publisher:
+        with computed(publisher, Request.of([{"role": "user", "content": context}])) as source:
+            Publisher(tmp_path / "files", key).publish(
+                source, levels_of("raw" if reuse == "exact" else "q8", publisher)
+            )
+        asked = Request.of([{"role": "user", "content": f"{context}\nWho lit the lamp?"}], max_tokens=8, temperature=0)
+        alone = publisher.answer(asked).reply
+        with OriginServer(tmp_path / "files", OriginSettings(port=0)).running() as url:
+            own: dict[str, Any] = {"origin": url, "origin_keys": key.public, "reuse": reuse}
+            with Session(publisher.engine, cache=tmp_path / "cache", **own) as session:
+                reply = session.answer(asked).reply
+    assert reply.reuse.streamed > 0 and reply.reuse.origin_miss is None and reply.reuse.level == reuse
+    assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
+    assert reply.tokens == alone.tokens if reuse == "exact" else reply.tokens[0] == alone.tokens[0]

@@ -290,6 +290,8 @@ def locate_parts(layers: Sequence[bytes], kind: Kind, spec: LayerSpec, span: Spa
         raise ValueError(f"this is a {coded.kind} of the KV of {coded.tokens} tokens")
     if (coded.dtype, coded.shape, coded.tokens) != (spec.dtype, spec.shape, spec.tokens):
         raise ValueError("quantized KV of another shape, type or number of tokens")
+    if any(describe(data) != coded for data in layers[1:]):
+        raise ValueError("quantized KV whose parts have different headers")
     start = _HEADER.size + coded.groups * _SIZES.itemsize
     total = np.array([len(data) for data in layers])
     sides = np.array([[start, _HEADER.unpack_from(data)[-1]] for data in layers])

@@ -116,15 +116,16 @@ class Held:
 class CodedPiece:
     """KV of one layer as it is stored, for an engine that decodes it.
 
-    data   what `codec/coder` gave, a digest of it checked; or KV that is decoded already
-    spec   the KV that `data` holds
+    data   what `codec/coder` gave, a digest of it checked; or KV that is decoded already. Several follow each other in
+           the prompt: all are alike, and have whole groups of tokens
+    spec   the KV that each of them holds
     span   the tokens of it that are wanted
     at     the place of the first of them, counted from the start of a feed's span
     delta  whether it is a delta from what the pieces before it wrote to the same place
     owner  the extent it was read from
     """
 
-    data: bytes | LayerKv
+    data: tuple[bytes, ...] | LayerKv
     spec: LayerSpec
     span: Span
     at: int

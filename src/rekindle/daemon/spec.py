@@ -28,9 +28,8 @@ class DaemonSpec:
 
     @classmethod
     def of(cls, model: str, settings: Settings) -> DaemonSpec:
-        given = Path(model).expanduser()
         values = {name: _absolute(name, value) for name, value in asdict(settings).items() if name != "keep_alive"}
-        return cls(str(given.absolute()) if given.exists() else model, values)
+        return cls(_absolute_if_file(model), values)
 
     @property
     def session_arguments(self) -> dict[str, Any]:
@@ -68,6 +67,14 @@ def _absolute(name: str, value: Any) -> Any:
     if name == "adapter" and value is not None and "=" in value:
         adapter = adapter_registry.parse(value)
         return f"{adapter.name}={Path(adapter.path).expanduser().absolute()},scale={adapter.scale}"
+    if name == "origin_keys" and value is not None:  # keys, or files with them
+        return ",".join(_absolute_if_file(part.strip()) for part in value.split(","))
     if isinstance(value, str) and SETTINGS[name].is_path and value != "off":
         return str(Path(value).absolute())
     return value
+
+
+def _absolute_if_file(text: str) -> str:
+    """The path of what is there, else the text as it is."""
+    path = Path(text).expanduser()
+    return str(path.absolute()) if path.exists() else text

@@ -14,6 +14,7 @@ Not every engine can do all of it: see `Capabilities`. What it cannot do it refu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -282,7 +283,8 @@ class Row:
     With `until` the row only looks ahead: the first `until` layers are computed, for a probe or a gaze. It is alone in
     its step and has no logits. Nothing that it computed or loaded is present afterwards, but later rows may adopt it
     (`StayingFeed`). Without probe and gaze (`blind`) only keys and values of the last of these layers are wanted, and
-    earlier positions need not be fed there: such a row asks after each layer whether that is `enough`.
+    earlier positions need not be fed there: such a row asks after each layer whether that is `enough`, a device being
+    at most a layer behind.
     """
 
     sequence: EngineSequence
@@ -309,6 +311,28 @@ class Row:
         """The row of the next tokens of a sequence."""
         start = sequence.length
         return cls(sequence, tokens, np.arange(start, start + len(tokens), dtype=np.int64), logits)
+
+
+class Stopwatch(Protocol):
+    """Times steps, from when it was made until `stop`."""
+
+    def stop(self) -> None:
+        """The last step was made. Does not wait for a device that has yet to compute it."""
+
+    @property
+    def seconds(self) -> float | None:
+        """How long they took; None while a device computes them."""
+
+
+class HostStopwatch:
+    """For engines whose steps end when everything is computed."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self.seconds: float | None = None
+
+    def stop(self) -> None:
+        self.seconds = time.monotonic() - self._begun
 
 
 class TokenSampler(Protocol):
@@ -406,6 +430,9 @@ class Engine(Protocol):
         has no spans.
         """
 
+    def stopwatch(self) -> Stopwatch:
+        """Begin to time steps that this thread makes."""
+
     def close(self) -> None:
         """Free the model. Idempotent."""
 
@@ -457,6 +484,9 @@ class EngineWrapper:
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         return self.inner.step(rows, cancelled)
+
+    def stopwatch(self) -> Stopwatch:
+        return self.inner.stopwatch()
 
     def close(self) -> None:
         self.inner.close()

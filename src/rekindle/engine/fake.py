@@ -19,7 +19,7 @@ from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Message, Sampling, Think
-from rekindle.engine.base import Capabilities, KvFeed, Logits, MovedFeed, Row, SpansOnly
+from rekindle.engine.base import Capabilities, HostStopwatch, KvFeed, Logits, MovedFeed, Row, SpansOnly
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Reading
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
@@ -160,6 +160,9 @@ class FakeEngine:
         """Raises `StepRefused` for a capacity beyond the context."""
         if not 0 < capacity <= self.context_tokens:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
+
+    def stopwatch(self) -> HostStopwatch:
+        return HostStopwatch()
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows, one after the other."""

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.codec import quantized
 from rekindle.codec.cipher import Cipher, Secret
 from rekindle.core.cells import CHUNK_TOKENS, Cell, CellGrid
 from rekindle.core.chunk import ChunkDigest
 from rekindle.core.keys import TOKEN_BYTES, token_ids
-from rekindle.core.kv import LayerKv, Span
+from rekindle.core.kv import LayerKv, LayerSpec, Span
 from rekindle.core.plan import RAW
 from rekindle.core.reply import OriginMiss
 from rekindle.errors import InvalidSetting
@@ -380,6 +381,24 @@ class SliceTransfer:
             return self._cipher.open(self._file.number(cell), data, about)
         except ValueError as error:
             raise OriginFailed(f"The slice of {where} cannot be decrypted: {error}.") from error
+
+
+@dataclass(frozen=True)
+class CodedSlice:
+    """Quantized KV of one chunk in one layer, for an engine that decodes it on its device."""
+
+    data: bytes
+    spec: LayerSpec
+
+
+def coded_slice(found: PublishedPrefix, chunk: int, layer: int, data: bytes) -> CodedSlice | None:
+    """A slice that is left as it is; None if it is not quantized, or the model has other heads or another order of
+    channels: then decode it."""
+    published, own = found.manifest.model.layout, found.model.layout
+    fits = published.layers[layer] == own.layers[layer] and found.model.key_order == "same"
+    if data[: len(quantized.MAGIC)] != quantized.MAGIC or not fits:
+        return None
+    return CodedSlice(data, published.layer_spec(layer, len(found.span(chunk))))
 
 
 def decode_slice(found: PublishedPrefix, chunk: int, layer: int, data: bytes) -> LayerKv:

@@ -12,8 +12,10 @@ computed twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -28,12 +30,13 @@ from rekindle.core.cells import (
     TransferOrder,
     steps,
 )
-from rekindle.core.kv import LayerKv, Span
-from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed, Wanted
-from rekindle.errors import Cancelled
+from rekindle.core.kv import CodedPiece, KvType, LayerKv, Span
+from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed, Stopwatch, Wanted
+from rekindle.errors import Cancelled, KvLost
+from rekindle.remote.client import CodedSlice
 from rekindle.remote.latency import MIN_BANDWIDTH, LayerTiming
 from rekindle.remote.schedule import RemainingWork, StreamCosts, meet_in_the_middle
-from rekindle.remote.transfer_queue import TransferQueue
+from rekindle.remote.transfer_queue import ArrivedKv, TransferQueue
 
 _TINY = 1e-9  # seconds
 _LOOK_SECONDS = 0.02  # how often a wait for the link recomputes the schedule
@@ -41,6 +44,7 @@ _FAR = 0.75  # share of the way to the expected meeting point that one step may 
 _FIRST_FAR = 0.25  # the same before a step was timed: the machine may be busier than it was
 _TELLING = 8  # minimum layers of a step for a timing
 _TRUST = 0.5  # weight of the newest step in `_pace`
+_ORIGIN = "origin"
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,63 @@ class ComputeStep:
 
 
 @dataclass(frozen=True, eq=False)
-class _CellFeed:
-    """Arrived slices: some layers of one chunk."""
+class ArrivedFeed:
+    """Arrived slices: some layers of chunks that follow each other."""
 
-    span: Span
+    cells: CellGrid
+    chunks: Sequence[int]
     layers: range
-    kv: dict[int, LayerKv]
+    arrived: Mapping[Cell, ArrivedKv]
+    dtype: KvType
+
+    @property
+    def span(self) -> Span:
+        return Span(self.cells.span(self.chunks[0]).start, self.cells.span(self.chunks[-1]).stop)
 
     def fill(self, layer: int, out: LayerKv) -> None:
-        out.keys[...] = self.kv[layer].keys
-        out.values[...] = self.kv[layer].values
+        """Copy the slices of a layer, which are decoded."""
+        for chunk in self.chunks:
+            kv, at = self.arrived[Cell(chunk, layer)], self._place(chunk)
+            assert isinstance(kv, LayerKv), "an engine that does not decode has asked for coded slices"
+            out.keys[:, at], out.values[:, at] = kv.keys, kv.values
+
+    @property
+    def coded(self) -> bool:
+        """Whether some slices are to be decoded by the engine."""
+        return any(isinstance(kv, CodedSlice) for kv in self.arrived.values())
+
+    def fill_coded(self, layer: int, take: Callable[[CodedPiece], None]) -> None:
+        """Give the slices of a layer, coded ones together that follow each other: each piece takes the device many
+        small operations."""
+        own = [(self._place(chunk).start, self.arrived[Cell(chunk, layer)]) for chunk in self.chunks]
+        for spec, alike in groupby(own, lambda one: one[1].spec if isinstance(one[1], CodedSlice) else None):
+            places, slices = zip(*alike, strict=True)
+            if spec is not None:
+                span = Span(0, len(slices) * spec.tokens)
+                take(CodedPiece(tuple(one.data for one in slices), spec, span, places[0], delta=False, owner=_ORIGIN))
+                continue
+            for place, kv in zip(places, slices, strict=True):
+                own_spec = kv.spec(self.dtype)
+                take(CodedPiece(kv, own_spec, Span(0, own_spec.tokens), place, delta=False, owner=_ORIGIN))
+
+    def damaged(self, piece: CodedPiece, reason: str) -> KvLost:  # noqa: ARG002
+        """Its signature was right: who published it made a mistake."""
+        return KvLost(f"KV from the origin cannot be decoded ({reason}); it is computed instead.")
+
+    def _place(self, chunk: int) -> slice:
+        """Where a chunk stands in the span."""
+        span, start = self.cells.span(chunk), self.span.start
+        return slice(span.start - start, span.stop - start)
+
+
+@dataclass(frozen=True)
+class _TimedStep:
+    """A step that a device may still compute."""
+
+    watch: Stopwatch
+    span: Span
+    depth: int
+    expected_seconds: float
 
 
 class HybridPrefill:
@@ -97,11 +148,13 @@ class HybridPrefill:
         self.alone: Callable[[], bool] = lambda: True  # else steps are short: other requests wait
         self.report = RemoteReport()
         self.samples: list[LayerTiming] = []  # timings of layers
+        self._underway: deque[_TimedStep] = deque()  # not known yet how long they took
 
     def run(self) -> Logits:
         """Prefill the whole prompt; returns the logits of its last token. Raises `Cancelled`."""
         while True:
             self._check_cancelled()
+            self._learn_timings()
             progress = self._progress()
             schedule = self.plan(progress)
             self._link.want(schedule.order)
@@ -114,6 +167,7 @@ class HybridPrefill:
                 self._compute(step)
         self._link.close()
         logits = self._question()
+        self._learn_timings()
         self._finish_report()
         return logits
 
@@ -195,18 +249,24 @@ class HybridPrefill:
             return True
 
         row = self.row(step, Span(start, stop))
-        begun = time.monotonic()
+        begun, watch = time.monotonic(), self._engine.stopwatch()
         self._engine.step([replace(row, enough=enough) if step.enough else row], lambda: self._stops(step))
+        watch.stop()
         for chunk in step.chunks:
             self._computed[chunk] = ended
-        took, expected = time.monotonic() - begun, float(self._costs.depth_seconds[step.chunks, ended].sum())
-        if expected > 0 and ended > 1:  # the lowest layer alone is mostly overhead
-            first = not self._timed and self._engine.device == "cpu"  # elsewhere steps are asynchronous
-            self._pace += (1.0 if first else _TRUST) * (took / expected - self._pace)
-            self._timed, self._link.pace = True, self._pace
-        if ended >= _TELLING:  # the last layer computes keys and values only
-            self.samples.append(LayerTiming(stop - start, start, took / (ended - 1)))
+        expected = float(self._costs.depth_seconds[step.chunks, ended].sum())
+        self._underway.append(_TimedStep(watch, Span(start, stop), ended, expected))
         self._note(step.chunks, ended, begun)
+
+    def _learn_timings(self) -> None:
+        """Compare the steps that are computed with what was expected of them."""
+        while self._underway and (took := self._underway[0].watch.seconds) is not None:
+            step = self._underway.popleft()
+            if step.expected_seconds > 0 and step.depth > 1:  # the lowest layer alone is mostly overhead
+                self._pace += (_TRUST if self._timed else 1.0) * (took / step.expected_seconds - self._pace)
+                self._timed, self._link.pace = True, self._pace
+            if step.depth >= _TELLING:  # the last layer computes keys and values only
+                self.samples.append(LayerTiming(len(step.span), step.span.start, took / (step.depth - 1)))
 
     def _stops(self, step: ComputeStep) -> bool:  # noqa: ARG002
         """Whether a running step shall end."""
@@ -222,17 +282,17 @@ class HybridPrefill:
 
     def _feeds(self, before: int, layers: int) -> tuple[KvFeed, ...]:
         """Feeds of the first layers of earlier chunks: computed and still in the buffers, or arrived."""
+        here = sum(self._cells.span(chunk).stop <= self._sequence.length for chunk in range(before))
         feeds: list[KvFeed] = []
-        for chunk in range(before):
-            span = self._cells.span(chunk)
-            if span.stop <= self._sequence.length or not layers:
-                continue
-            own = min(self._computed[chunk], layers)
+        for own, alike in groupby(range(here, before), lambda chunk: min(self._computed[chunk], layers)):
+            chunks = tuple(alike)
             if own:
+                span = Span(self._cells.span(chunks[0]).start, self._cells.span(chunks[-1]).stop)
                 feeds.append(StayingFeed(span, range(own)))
             if own < layers:
-                kv = {layer: self._link.arrived[Cell(chunk, layer)] for layer in range(own, layers)}
-                feeds.append(_CellFeed(span, range(own, layers), kv))
+                cells = [Cell(chunk, layer) for chunk in chunks for layer in range(own, layers)]
+                kv = {cell: self._link.arrived[cell] for cell in cells}
+                feeds.append(ArrivedFeed(self._cells, chunks, range(own, layers), kv, self._engine.layout.dtype))
         return tuple(feeds)
 
     def _question(self) -> Logits:

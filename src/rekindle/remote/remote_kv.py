@@ -296,7 +296,7 @@ class RemoteKv:
         compute_seconds = self._kv.costs.rates.compute_seconds(Span(0, found.tokens))
         ladder = LevelLadder(levels, found.cells, limit.kl_budget or 0.0, compute_seconds)
         ladder.adapt(list(found.cells), self._bandwidth.bytes_per_second())
-        return OriginSlices(self.origin, found, ladder)
+        return OriginSlices(self.origin, found, ladder, left_coded=self._engine.capabilities.decodes)
 
     def limit_of(self, lookup: CacheLookup) -> LevelLimit:
         """The levels that a prompt allows."""
@@ -337,12 +337,15 @@ class RemoteKv:
         except (KvLost, StepRefused, ValueError) as error:  # ValueError: costs without a schedule
             log.warning("computing instead: %s", error)
             context.truncate(prefill.at)
+            if isinstance(error, KvLost):
+                link.lose(str(error))
+                self._back_off(str(error))
             return None
         finally:
             link.close()
         if link.failed is not None:
             self._back_off(link.failed)
-        if self._by_layer and self._engine.device == "cpu":  # elsewhere steps are asynchronous
+        if self._by_layer:
             self._layers.learn(streaming.samples)
         return prefill.streamed(streaming, offer, logits, self._stored_bits)
 

@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from rekindle.core.cells import Cell, CellGrid, TransferOrder
 from rekindle.core.kv import LayerKv
 from rekindle.errors import Cancelled, RekindleError
-from rekindle.remote.client import Origin, PublishedPrefix, SliceTransfer, decode_slice
+from rekindle.remote.client import CodedSlice, Origin, PublishedPrefix, SliceTransfer, coded_slice, decode_slice
 from rekindle.remote.ladder import LevelLadder
 from rekindle.remote.latency import MIN_BANDWIDTH, Bandwidth, TransferSample
 
 log = logging.getLogger(__name__)
+
+ArrivedKv = LayerKv | CodedSlice
 
 AT_A_TIME_SECONDS = 0.2  # slices expected within this time share a request batch
 _MAX_CELLS = 64
@@ -53,7 +55,7 @@ class SliceSource(Protocol):
         """Called before each request: may choose other sizes. `left`: the cells that may still be requested; `pace`:
         how many times longer computing takes than expected."""
 
-    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
+    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, ArrivedKv]]:
         """The KV of these cells, in this order, as it arrives. Raises `RekindleError`."""
 
     def cancel(self) -> None:
@@ -70,7 +72,7 @@ class TransferQueue:
         self._bandwidth = bandwidth or Bandwidth()
         self._wanted: list[Cell] = []
         self._flying: tuple[Cell, ...] = ()
-        self._arrived: dict[Cell, LayerKv] = {}
+        self._arrived: dict[Cell, ArrivedKv] = {}
         self._since = 0.0  # time of the last request or arrival
         self._closed = False
         self._arrivals: list[tuple[Cell, float, float]] = []
@@ -80,7 +82,7 @@ class TransferQueue:
         self._thread.start()
 
     @property
-    def arrived(self) -> Mapping[Cell, LayerKv]:
+    def arrived(self) -> Mapping[Cell, ArrivedKv]:
         """KV that has arrived. Only grows."""
         return MappingProxyType(self._arrived)
 
@@ -149,6 +151,13 @@ class TransferQueue:
             before = len(self._arrived), self.failed
             self._changed.wait_for(lambda: (len(self._arrived), self.failed) != before, seconds)
 
+    def lose(self, reason: str) -> None:
+        """What has arrived cannot be used, and nothing more is fetched."""
+        with self._changed:
+            self._arrived = {}
+            self._fail(reason)
+        self.close()
+
     def close(self) -> None:
         """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""
         with self._changed:
@@ -205,7 +214,7 @@ class TransferQueue:
         for cell, kv in self._source.carry(cells):
             with self._changed:
                 now, size = time.monotonic(), self._size_bytes(cell)
-                self._bandwidth.add(TransferSample(size, now - self._since, now))  # includes decoding and the request
+                self._bandwidth.add(TransferSample(size, now - self._since, now))  # with the request, and decoding here
                 self._arrivals.append((cell, self._since, now))
                 self._since = now
                 self._arrived[cell] = kv
@@ -223,8 +232,11 @@ class TransferQueue:
 class OriginSlices:
     """Fetches the published prefix of a prompt, at the levels that the ladder chooses."""
 
-    def __init__(self, origin: Origin, found: PublishedPrefix, ladder: LevelLadder) -> None:
-        self._origin, self._found, self.ladder = origin, found, ladder
+    def __init__(
+        self, origin: Origin, found: PublishedPrefix, ladder: LevelLadder, *, left_coded: bool = False
+    ) -> None:
+        """`left_coded`: the engine decodes quantized slices itself."""
+        self._origin, self._found, self.ladder, self._left_coded = origin, found, ladder, left_coded
         self._lock = threading.Lock()
         self._coming: SliceTransfer | None = None
         self._cancelled = False
@@ -234,7 +246,7 @@ class OriginSlices:
         """The cells it can fetch."""
         return self._found.cells
 
-    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
+    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, ArrivedKv]]:
         """The KV of these cells as it arrives. Raises `OriginFailed`, and `Cancelled`."""
         coming = self._origin.fetch(self._found, cells, self.ladder.level.name)
         self.ladder.take(cells)
@@ -243,7 +255,8 @@ class OriginSlices:
                 raise Cancelled("The transfer was cancelled.")
             self._coming = coming
         for piece in coming:
-            yield piece.cell, decode_slice(self._found, *piece.cell, piece.data)
+            coded = coded_slice(self._found, *piece.cell, piece.data) if self._left_coded else None
+            yield piece.cell, coded or decode_slice(self._found, *piece.cell, piece.data)
 
     @property
     def sizes(self) -> NDArray[np.int64]:

@@ -292,7 +292,7 @@ class ExtentFiles:
                 pieces += self.coded_pieces(base.extent, layer, own, at + part.start - span.start)
         if data != SAME_LAYER or not delta:
             spec = plan.layout.layer_spec(layer, plan.token_count)
-            pieces.append(CodedPiece(data, spec, span, at, delta=delta, owner=plan.name))
+            pieces.append(CodedPiece((data,), spec, span, at, delta=delta, owner=plan.name))
         return pieces
 
     def layers(self, extent: OpenExtent, tokens: int) -> Iterator[LayerKv]:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from rekindle.codec import quantized
 from rekindle.codec.coder import SAME_LAYER, Coder
-from rekindle.codec.quantized import locate_parts
+from rekindle.codec.quantized import GROUP_TOKENS, encode, locate_parts
 from rekindle.codec.quantizer import FLOAT_TYPES, BitPlan, LayerBits, narrow
 from rekindle.core.kv import CodedPiece, KvType, LayerKv, LayerShape, LayerSpec, Span
 from rekindle.engine.hf import device_decoder as module
@@ -75,7 +76,7 @@ def pieces(blob: bytes, dtype: KvType, anchor: LayerKv | None, span: Span, start
         found.append(CodedPiece(anchor, anchor.spec(dtype), whole, start, delta=False, owner="base"))
     if anchor is None or blob != SAME_LAYER:
         spec = self_described(blob, dtype, anchor)
-        found.append(CodedPiece(blob, spec, span, start, delta=anchor is not None, owner="own"))
+        found.append(CodedPiece((blob,), spec, span, start, delta=anchor is not None, owner="own"))
     return found
 
 
@@ -167,6 +168,55 @@ def test_a_long_layer_is_restored_in_several_parts(device: torch.device, monkeyp
     assert len(unpack(coded, places(kv, "float16", device)[0], SlotMemory(None))) == 3
     for span in (None, Span(100, 590), Span(127, 257)):
         check(blobs, "float16", anchor, span, device)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_codes_that_follow_each_other_are_restored_at_once(
+    groups: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of a prompt, each coded alone, with other numbers of bits."""
+    count, tokens = 5, groups * GROUP_TOKENS
+    kv = some_kv((2, count * tokens, 8, 12), "bfloat16", 5)[1]
+    slices = [cut(kv, Span(n * tokens, (n + 1) * tokens)) for n in range(count)]
+    blobs = tuple(encode(part, "bfloat16", bits) for part, bits in zip(slices, BITS, strict=True))
+    spec = LayerSpec("bfloat16", LayerShape(2, 8, 12), tokens)
+    decoded = [decode(blob, "bfloat16", None) for blob in blobs]
+    whole = LayerKv(
+        *(np.concatenate(halves, axis=1) for halves in zip(*((d.keys, d.values) for d in decoded), strict=True))
+    )
+    for batch, most in ((module._BATCH_NUMBERS, 1), (2 * 20 * GROUP_TOKENS * 2, 6), (1, 11)):
+        monkeypatch.setattr(module, "_BATCH_NUMBERS", batch)
+        for span in (Span(0, count * tokens), Span(tokens, 3 * tokens), Span(tokens + 7, count * tokens - 5)):
+            expected = [cut(whole, span)]
+            piece = CodedPiece(blobs, spec, span, 0, delta=False, owner="origin")
+            out = places(expected, "bfloat16", device)
+            assert 1 <= len(unpack(piece, out[0], SlotMemory(None))) <= most
+            restore([piece], out[0])
+            assert_same(out, expected)
+
+
+def test_codes_that_do_not_follow_each_other_are_refused() -> None:
+    kv = some_kv((2, 2 * GROUP_TOKENS, 8, 8), "float16", 5)[0]
+    one, other = (encode(cut(kv, Span(0, n)), "float16", BITS[3]) for n in (GROUP_TOKENS, GROUP_TOKENS - 1))
+    for blobs, tokens, wanted in (((one, other), GROUP_TOKENS, 250), ((other, other), GROUP_TOKENS - 1, 250),
+                                  ((one, one[:20]), GROUP_TOKENS, 250), ((one,), GROUP_TOKENS, 129)):  # fmt: skip
+        spec = LayerSpec("float16", LayerShape(2, 8, 8), tokens)
+        piece = CodedPiece(blobs, spec, Span(0, wanted), 0, delta=False, owner="origin")
+        with pytest.raises(ValueError, match=r".+"):
+            unpack(piece, places([cut(kv, Span(0, wanted))], "float16", torch.device("cpu"))[0], SlotMemory(None))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("into", FLOAT_TYPES)
+def test_whole_kv_is_restored_in_any_type(into: KvType, device: torch.device) -> None:
+    """KV of an origin that computes in another type."""
+    kv = some_kv((2, 140, 8, 8), "bfloat16", 6)[1]
+    blob, spec = encode(kv, "bfloat16", BITS[3]), LayerSpec("bfloat16", LayerShape(2, 8, 8), 140)
+    expected = [quantized.decode(blob, spec, into=into)]
+    out = places(expected, into, device)
+    restore([CodedPiece((blob,), spec, Span(0, 140), 0, delta=False, owner="origin")], out[0])
+    assert_same(out, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -269,7 +319,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         (deltas, out, wide, whole, 0),
         (deltas, out, short, whole, 0),
         (deltas, out, narrower, whole, 0),
-        (wholes, places(wide, "float32", device), None, whole, 0),
+        (deltas, places(wide, "float32", device), None, whole, 0),
         (wholes, places(narrower, "float16", device), None, whole, 0),
         (wholes, out, None, Span(0, 29), 2),
         (wholes, out, None, Span(10, 40), 0),

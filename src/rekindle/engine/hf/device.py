@@ -108,6 +108,44 @@ def _choose_dtype(device: torch.device, stored: torch.dtype) -> tuple[torch.dtyp
     return torch.float32, f"the weights are {name}, which this CPU only emulates"
 
 
+class DeviceStopwatch:
+    """Times what a CUDA device computes by its own events, from one launch to the other: nobody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._begin.record(self._stream)
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+        self._stopped = True
+
+    @property
+    def seconds(self) -> float | None:
+        """None until the device has come to the end."""
+        if not self._stopped or not self._end.query():  # type: ignore[no-untyped-call]
+            return None
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+class LayerPace:
+    """Keeps who launches layers at most one ahead of a CUDA device that computes them: who decides after each layer
+    whether to go on would else decide long before the layer is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._last: torch.cuda.Event | None = None
+
+    def keep(self) -> None:
+        """All of a layer was launched: wait until the one before it is computed."""
+        launched = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        launched.record(self._stream)
+        if self._last is not None:
+            self._last.synchronize()
+        self._last = launched
+
+
 _WANTED = bool(mkldnn.is_available() and mkldnn.enabled)  # type: ignore[no-untyped-call]
 _TRIED = 64  # rows and columns: torch does not use oneDNN for much smaller products
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rekindle.codec.packing import LARGEST_RATIO, TABLES
-from rekindle.codec.quantized import Coded, CodedLayout, locate_parts
+from rekindle.codec.quantized import GROUP_TOKENS, Coded, Kind, locate_parts
 from rekindle.codec.quantizer import steps_of
-from rekindle.core.kv import CodedPiece, LayerKv, Span
+from rekindle.core.kv import CodedPiece, LayerKv, LayerSpec, Span
 from rekindle.engine.base import CodedFeed
 from rekindle.engine.hf.sequence import TORCH_TYPE, TorchSequence, raw_view
 from rekindle.errors import KvLost
@@ -108,23 +108,68 @@ def unpack(piece: CodedPiece, target: LayerTensors, memory: SlotMemory) -> list[
     """What is left to restore of a piece, in order. Raises `ValueError` for damaged bytes, or if it does not fit."""
     out, spec = target.window(piece.at, piece.at + len(piece.span)), piece.spec
     wanted = [(spec.shape.kv_heads, len(piece.span), dim) for dim in (spec.shape.key_dim, spec.shape.value_dim)]
-    if [tuple(half.shape) for half in out.halves] != wanted or out.keys.dtype != TORCH_TYPE.get(spec.dtype):
+    if [tuple(half.shape) for half in out.halves] != wanted:
         raise ValueError(f"{len(piece.span)} tokens of {spec.dtype} KV, {spec.shape}: there is no place for them")
     if isinstance(piece.data, LayerKv):
         return [DecodedPart(_staged(piece.data, piece.span, out, memory), out)]
-    places = locate_parts([piece.data], "difference" if piece.delta else "whole", spec, piece.span)
-    groups = places.coded.groups_of(piece.span)
-    at_a_time = max(1, _BATCH_NUMBERS // (sum(map(math.prod, wanted)) // max(1, len(groups)) or 1))
+    if piece.span.stop > len(piece.data) * spec.tokens:
+        raise ValueError(f"these are {len(piece.data) * spec.tokens} tokens, not {piece.span.stop}")
+    if piece.delta and out.keys.dtype != TORCH_TYPE.get(spec.dtype):
+        raise ValueError(f"a delta of {spec.dtype} KV cannot be added to {out.keys.dtype}")
     parts: list[DecodedPart | CodedPart] = []
-    for first in groups[::at_a_time]:
-        start, stop = places.coded.group(first).start, places.coded.group(min(first + at_a_time, groups.stop) - 1).stop
-        span = Span(max(start, piece.span.start), min(stop, piece.span.stop))
-        plan = DecodePlan.of(places, span)
-        raw = memory.take(plan.size_bytes)
-        _expand(piece.data, plan, raw.numpy())
-        own = out.window(span.start - piece.span.start, span.stop - piece.span.start)
-        parts.append(CodedPart(plan, raw, own, piece.delta))
+    at_a_time = max(1, _BATCH_NUMBERS // (sum(heads * dim for heads, _, dim in wanted) * GROUP_TOKENS))  # groups
+    each = max(1, at_a_time * GROUP_TOKENS // max(1, spec.tokens))  # pieces of data
+    for number in range(0, len(piece.data), each):
+        code = JoinedCode.of(piece.data[number : number + each], "difference" if piece.delta else "whole", spec)
+        start = number * spec.tokens
+        for own in code.parts(piece.span, start, at_a_time):
+            plan = DecodePlan.of(code, own)
+            raw = memory.take(plan.size_bytes)
+            _expand(code.data, plan, raw.numpy())
+            place = start + own.start - piece.span.start
+            parts.append(CodedPart(plan, raw, out.window(place, place + len(own)), piece.delta))
     return parts
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedCode:
+    """Coded bytes of one layer, one after the other, as if they were one. Nothing is decompressed."""
+
+    data: bytes
+    coded: Coded  # of all tokens
+    frames: NDArray[np.int64]  # [groups, 2, 2]: of keys and values, where the frame starts and its bytes
+    per_byte: NDArray[np.int64]  # [groups, 2]
+    strays: NDArray[np.int64]  # [groups, 2]
+    sides: NDArray[np.int64]  # [n, 3]: where the frame starts, its bytes, its numbers
+    side_starts: NDArray[np.int64]  # [groups]: the first number of each group
+
+    @classmethod
+    def of(cls, data: Sequence[bytes], kind: Kind, spec: LayerSpec) -> JoinedCode:
+        """Raises `ValueError` for bytes that are damaged, as far as that shows, or not alike."""
+        places = locate_parts(data, kind, spec)
+        if len(data) > 1 and spec.tokens % places.coded.group_tokens:
+            raise ValueError(f"{spec.tokens} tokens are not whole groups, and others follow")
+        sizes, numbers = np.array([len(one) for one in data]), places.side_starts[:, -1]
+        starts, first = (np.cumsum(counts) - counts for counts in (sizes, numbers))
+        frames = places.frames + np.stack([starts, np.zeros_like(starts)], axis=-1)[:, None, None]
+        return cls(
+            b"".join(data),
+            replace(places.coded, tokens=len(data) * spec.tokens),
+            frames.reshape(-1, 2, 2),
+            places.per_byte.reshape(-1, 2),
+            places.strays.reshape(-1, 2),
+            np.column_stack([places.sides[:, 0] + starts, places.sides[:, 1], numbers]),
+            (places.side_starts[:, :-1] + first[:, None]).reshape(-1),
+        )
+
+    def parts(self, span: Span, start: int, at_a_time: int) -> Iterator[Span]:
+        """Its own tokens of `span`, some groups at a time; the first of its tokens is number `start` there."""
+        first, stop = max(span.start - start, 0), min(span.stop - start, self.coded.tokens)
+        size = at_a_time * self.coded.group_tokens
+        while first < stop:
+            after = min(stop, (first // size + 1) * size)
+            yield Span(first, after)
+            first = after
 
 
 def _staged(kv: LayerKv, span: Span, out: LayerTensors, memory: SlotMemory) -> LayerTensors:
@@ -214,6 +259,7 @@ class DecodePlan:
     groups: int
     kept: slice  # of the tokens of all groups
     frames: NDArray[np.int64]  # [n, 4]: where each starts, its bytes, where its content starts, the bytes of that
+    sides: NDArray[np.int64]  # [n, 4]: where each starts, its bytes, where its low bytes go, its numbers
     runs: tuple[FrameRun, ...]
     tables: Tables
     size_bytes: int
@@ -222,23 +268,23 @@ class DecodePlan:
     side_numbers: int
 
     @classmethod
-    def of(cls, places: CodedLayout, span: Span) -> DecodePlan:
-        """The plan of the groups that hold tokens of `span`, of a single layer."""
-        coded, shape = places.coded, places.coded.shape
+    def of(cls, code: JoinedCode, span: Span) -> DecodePlan:
+        """The plan of the groups that hold tokens of `span`."""
+        coded, shape = code.coded, code.coded.shape
         groups = coded.groups_of(span)
         own = slice(groups.start, groups.stop)
-        tokens = np.array([len(coded.group(number)) for number in groups])
+        tokens = coded.tokens_of_groups[own]
         first = span.start - groups.start * coded.group_tokens
 
-        strays = places.strays[0, own]  # [groups, 2]
-        total = int(places.side_starts[0, -1])
-        keys_at = places.side_starts[0, :-1][own]
+        strays = code.strays[own]  # [groups, 2]
+        total = int(code.sides[:, 2].sum())
+        keys_at = code.side_starts[own]
         values_at = keys_at + 2 * shape.kv_heads * shape.key_dim
         centres_at = values_at + shape.kv_heads * tokens
         strays_at = centres_at + shape.kv_heads * shape.value_dim + 1
 
         group, half = (axis.reshape(-1) for axis in np.indices(strays.shape))
-        dense = places.per_byte[0, own].reshape(-1)
+        dense = code.per_byte[own].reshape(-1)
         order = np.lexsort((half, tokens[group], dense))
         group, half, dense = group[order], half[order], dense[order]
         sizes = -(-shape.kv_heads * tokens[group] * np.array([shape.key_dim, shape.value_dim])[half] // dense)
@@ -258,13 +304,13 @@ class DecodePlan:
             }
         )
         head, side_at = tables.joined.nbytes, tables.joined.nbytes + int(symbol_stops[-1])
-        symbols = np.column_stack([places.frames[0, own].reshape(-1, 2)[order], head + symbol_stops - sizes, sizes])
-        side = np.array([[*places.sides[0], side_at, 2 * total]])
+        low_at = side_at + np.cumsum(code.sides[:, 2]) - code.sides[:, 2]
         return cls(
             coded=coded,
             groups=len(groups),
             kept=slice(first, first + len(span)),
-            frames=np.concatenate([symbols, side]),
+            frames=np.column_stack([code.frames[own].reshape(-1, 2)[order], head + symbol_stops - sizes, sizes]),
+            sides=np.column_stack([code.sides[:, :2], low_at, code.sides[:, 2]]),
             runs=_runs(np.column_stack([dense, half, tokens[group]]), symbol_stops, code_stops),
             tables=tables,
             size_bytes=side_at + 2 * total,
@@ -294,17 +340,23 @@ def _expand(data: bytes, plan: DecodePlan, target: NDArray[np.uint8]) -> None:
     All frames in one call, without Python's lock: called for each, eight threads were no faster than two.
     """
     target[: plan.tables.joined.nbytes] = plan.tables.joined.view(np.uint8)
-    starts, sizes = plan.frames[:, :2], plan.frames[:, 3]
+    frames = np.concatenate([plan.frames, plan.sides])
+    starts, sizes = frames[:, :2], np.concatenate([plan.frames[:, 3], 2 * plan.sides[:, 3]])
     if (sizes > starts[:, 1] * LARGEST_RATIO).any():
         raise ValueError("a frame is too short for what it should hold")
     _check_ends(np.frombuffer(data, np.uint8), starts[:, 0], starts.sum(1))
     try:
-        frames = zstandard.BufferWithSegments(data, starts.astype("<u8").tobytes())
-        contents = zstandard.ZstdDecompressor().multi_decompress_to_buffer(frames, sizes.astype("<u8").tobytes())
+        segments = zstandard.BufferWithSegments(data, starts.astype("<u8").tobytes())
+        contents = zstandard.ZstdDecompressor().multi_decompress_to_buffer(segments, sizes.astype("<u8").tobytes())
     except zstandard.ZstdError as error:
         raise ValueError(f"a frame is damaged: {error}") from error
+    count = len(plan.frames)
     for index, (place, size) in enumerate(plan.frames[:, 2:].tolist()):
         target[place : place + size] = np.frombuffer(contents[index], np.uint8)  # type: ignore[call-overload]
+    for index, (place, numbers) in enumerate(plan.sides[:, 2:].tolist(), start=count):
+        planes = np.frombuffer(contents[index], np.uint8).reshape(2, numbers)  # type: ignore[call-overload]
+        for plane, at in zip(planes, (place, place + plan.side_numbers), strict=True):
+            target[at : at + numbers] = plane
 
 
 def _check_ends(data: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> None:

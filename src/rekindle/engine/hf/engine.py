@@ -16,11 +16,22 @@ from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity
 from rekindle.core.kv import KvLayout, Span
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Capabilities, HeldKv, Logits, MovedFeed, Reserve, Row, StayingFeed, choose_context
+from rekindle.engine.base import (
+    Capabilities,
+    HeldKv,
+    HostStopwatch,
+    Logits,
+    MovedFeed,
+    Reserve,
+    Row,
+    StayingFeed,
+    Stopwatch,
+    choose_context,
+)
 from rekindle.engine.hf.checkpoint import Fingerprint, fingerprint_of, load_checkpoint
 from rekindle.engine.hf.cuda_graph import GraphRecorder, replayable
 from rekindle.engine.hf.decoder import TESTED_FAMILIES, Decoder, refusal
-from rekindle.engine.hf.device import Placement, free_memory_on, stable_matmul, total_memory
+from rekindle.engine.hf.device import DeviceStopwatch, Placement, free_memory_on, stable_matmul, total_memory
 from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots, decodes_on
 from rekindle.engine.hf.row_batch import ForwardBatch, own_sequence
 from rekindle.engine.hf.sequence import BufferPool, TorchSequence
@@ -178,6 +189,10 @@ class HfEngine:
                 f"{self.device} has no memory left for a context of {capacity:,} tokens. Ask for fewer at once, or use "
                 "a shorter context."
             ) from error
+
+    def stopwatch(self) -> Stopwatch:
+        device = self.placement.device
+        return DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows in one pass."""

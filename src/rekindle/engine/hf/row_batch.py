@@ -16,6 +16,7 @@ from rekindle.engine.base import StayingFeed
 from rekindle.engine.hf import kernels
 from rekindle.engine.hf.attention import ScoreParams, Tile, attend, cut_tiles
 from rekindle.engine.hf.decoder import StepPass
+from rekindle.engine.hf.device import LayerPace
 from rekindle.engine.hf.hooks import AttentionMapRecorder, KvDriftCorrection, deviation_of, read_attention
 from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
 from rekindle.engine.hf.lora import AdapterSpans, merge_adapter_spans
@@ -118,6 +119,7 @@ class ForwardBatch(StepPass):
         given = [(lane.sequence, feed) for lane in self.lanes for feed in lane.checked.row.feeds]
         feeds = [(sequence, feed) for sequence, feed in given if not isinstance(feed, StayingFeed)]
         self._until = rows[0].row.until
+        self._pace = LayerPace(device) if device.type == "cuda" and rows[0].row.enough is not None else None
         stays = len(feeds) < len(given)
         self._filling = LayerLoader(feeds, layers, device, turner, between=stays, slots=slots) if feeds else None
         self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
@@ -151,8 +153,11 @@ class ForwardBatch(StepPass):
         row = self.lanes[0].checked.row
         if self._until is None or not row.blind:
             return False
-        if row.enough is not None and row.enough(layer):
-            self._until = layer + 1
+        if row.enough is not None:
+            if self._pace is not None:
+                self._pace.keep()
+            if row.enough(layer):
+                self._until = layer + 1
         return layer + 1 == self._until
 
     def check_cancelled(self) -> None:

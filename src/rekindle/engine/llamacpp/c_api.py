@@ -177,6 +177,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_state_seq_get_size_ext": (c_size_t, (_Pointer, c_int32, c_uint32)),
     "llama_state_seq_set_data": (c_size_t, (_Pointer, _Bytes, c_size_t, c_int32)),
     "llama_supports_gpu_offload": (c_bool, ()),
+    "llama_synchronize": (None, (_Pointer,)),
     "llama_token_to_piece": (c_int32, (_Pointer, Token, _Text, c_int32, c_int32, c_bool)),
     "llama_tokenize": (c_int32, (_Pointer, _Text, c_int32, _Tokens, c_int32, c_bool, c_bool)),
     "llama_vocab_get_attr": (c_int32, (_Pointer, Token)),

@@ -19,7 +19,7 @@ from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import PAGES, Kv, Span
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Capabilities, Logits, Reserve, Row
+from rekindle.engine.base import Capabilities, HostStopwatch, Logits, Reserve, Row
 from rekindle.engine.llamacpp.c_api import DEFAULT_SEED, TokenData, TokenDataArray, llama
 from rekindle.engine.llamacpp.kv_buffer import BatchTokens, KvBuffer
 from rekindle.engine.llamacpp.loaded_model import LoadedContext, LoadedModel, build, version
@@ -205,6 +205,10 @@ class LlamaCppEngine:
         size, most = self.tokenizer.vocabulary_size, self.context_tokens
         return ChainSampler(sampling, context, size, token_limit=most)
 
+    def stopwatch(self) -> HostStopwatch:
+        """It waits for layers on a GPU: llama.cpp does not say how long they took."""
+        return _SynchronizedStopwatch(self._cells)
+
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows in one batch."""
         with self._cells.lock:
@@ -330,6 +334,16 @@ class LlamaCppEngine:
             return layout
         finally:
             cells.close_sequence(number, count + 1)
+
+
+class _SynchronizedStopwatch(HostStopwatch):
+    def __init__(self, cells: KvBuffer) -> None:
+        super().__init__()
+        self._cells = cells
+
+    def stop(self) -> None:
+        self._cells.synchronize()
+        super().stop()
 
 
 def _same(part: Kv, whole: Kv, span: Span) -> bool:

@@ -190,6 +190,11 @@ class KvBuffer:
             finally:
                 self.remove(self._spare, 0)
 
+    def synchronize(self) -> None:
+        """Wait until everything is computed: layers on a GPU may be behind."""
+        with self.lock:
+            llama.llama_synchronize(self.context.pointer)
+
     def close(self) -> None:
         """Free the context. Idempotent."""
         with self.lock:

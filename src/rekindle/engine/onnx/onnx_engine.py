@@ -16,7 +16,7 @@ from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Capabilities, HeldKv, Logits, Reserve, Row, choose_context
+from rekindle.engine.base import Capabilities, HeldKv, HostStopwatch, Logits, Reserve, Row, choose_context
 from rekindle.engine.onnx.graph_runner import GraphRunner, as_float32
 from rekindle.engine.onnx.onnx_options import OnnxOptions
 from rekindle.engine.onnx.onnx_sequence import MAX_SLOTS, OnnxSequence, PackedKv, SlabKv, SlabPool
@@ -135,6 +135,9 @@ class OnnxEngine:
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> Sampler:
         """The sampler of a reply."""
         return Sampler(sampling, context)
+
+    def stopwatch(self) -> HostStopwatch:
+        return HostStopwatch()
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows: replies in one run where they can be, the others one after the other."""
