@@ -35,6 +35,7 @@ _NO_CONTEXTS: dict[str, Any] = {
     "cachecraft_alpha_tuned": None,
     "preload_layers": None,
     "probe_cost": None,
+    "partial": None,
 }
 
 
@@ -97,7 +98,8 @@ def _streams(engine: Engine, people: list[PersonalSet], options: BenchOptions, a
             with suppress(TimeIsUp):
                 for some in people:
                     found[some.name] = streams.measure(some, advance)
-                lasting = endurance.measure(engine, people[0], streams, folder / "endurance", options, advance)
+                count = endurance.QUICK_QUESTIONS if options.quick else endurance.QUESTIONS
+                lasting = endurance.measure(engine, people[0], streams, folder / "endurance", options, advance, count)
         finally:
             streams.close()
     return {"streams": found, "endurance": lasting}
