@@ -14,13 +14,24 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, interval, rotated, scratch, until_time_is_up
+from benchmarks.base import (
+    Advance,
+    BenchOptions,
+    Report,
+    TableRow,
+    TimeIsUp,
+    about,
+    interval,
+    rotated,
+    scratch,
+    until_time_is_up,
+)
 from benchmarks.chunks.modes import require_chunk_reuse
 from benchmarks.models import load
 from benchmarks.personal import Person, personal_sets
@@ -37,7 +48,6 @@ QUESTIONS, QUICK_QUESTIONS = 16, 4  # of each part
 TOP_K, QUICK_TOP_K = 5, 3
 REPLY_TOKENS = 16
 LEVELS: tuple[ReuseLevel, ...] = ("approximate", "exact", "off")
-PARTS = ("first", "known")
 _TEMPLATES = (  # of clients; each has one
     "Context information is below.\n---\n{passages}\n---\nAnswer the query from it.\nQuery: {question}",
     "<documents>\n{passages}\n</documents>\n\nQuestion: {question}\nShort answer:",
@@ -92,25 +102,46 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     engine = load(options)
     require_chunk_reuse(engine)
     report = Report("serve", fields={**about(engine, options), "workload": "rag", "parallel": DEFAULT_PARALLEL})
-    found: dict[tuple[str, str], list[RagLoad]] = {(part, level): [] for part in PARTS for level in LEVELS}
-    done: list[int] = []
+    found: dict[tuple[str, str], list[RagLoad]] = {}
     with scratch() as folder:
         session = Session(engine, cache=folder, disk_limit="90%", answers="off", parallel=DEFAULT_PARALLEL)
-        with Server(session, ServerSettings(port=0)).running() as url, until_time_is_up(done):  # closes the session
+        with Server(session, ServerSettings(port=0)).running() as url, until_time_is_up(found):  # closes the session
             for level in LEVELS:  # the first of its kind is always slower
-                _Client(url, engine.name, level, "warm-up").ask_all([RagQuestion("Why?", (), _TEMPLATES[0])] * 2, level)
+                _Client(url, engine.name, level, "warm-up").ask_all([RagQuestion("Why?", (), _TEMPLATES[0])] * 2)
             for turn in range(options.rounds(2, quick=1)):
                 person = max(people, key=lambda one: len(one.questions)) if turn == 0 else people[turn % len(people)]
                 asked = _questions(session, person, options, turn)
-                for level in rotated(LEVELS, turn):
-                    client = _Client(url, engine.name, level, f"{turn}-{level}")
-                    loads = dict(client.parts(asked, advance, session))
-                    for part, one in loads.items():
-                        found[part, level].append(one)
-                done.append(turn)
+                half = len(asked) // 2
+                for part, some in (("first", asked[:half]), ("known", asked[half:])):
+                    for level in rotated(LEVELS, turn):
+                        advance(f"{part}, {level}: {len(some)} questions")
+                        client = _Client(url, engine.name, level, f"{turn}-{part}-{level}")
+                        if part == "known":
+                            client.ask_all(_all_passages(some))
+                            session.flush()
+                        found.setdefault((part, level), []).append(client.ask_all(some))
+                        session.flush()
+                        advance(f"{part}, {level}: {found[part, level][-1].requests_per_s:.3f} requests/s")
     engine.close()
-    add_rag_rows(report, {key: loads[: len(done)] for key, loads in found.items()}, options.seed)
+    add_rag_rows(report, _whole(found), options.seed)
     return report
+
+
+def _whole(found: Mapping[tuple[str, str], list[RagLoad]]) -> dict[tuple[str, str], list[RagLoad]]:
+    """The rounds that were measured at all levels: the time may have been up in one. Raises `TimeIsUp`."""
+    rounds = {part: min(len(found.get((part, level), ())) for level in LEVELS) for part, _ in found}
+    if not any(rounds.values()):
+        raise TimeIsUp
+    return {(part, level): loads[: rounds[part]] for (part, level), loads in found.items() if rounds[part]}
+
+
+def _all_passages(asked: Sequence[RagQuestion]) -> list[RagQuestion]:
+    """Prompts that have every passage of some questions once, in another order."""
+    quotes = list(dict.fromkeys(quote for one in asked for quote in one.quotes))
+    random.Random(0).shuffle(quotes)
+    size = len(asked[0].quotes)
+    groups = [tuple(quotes[place : place + size]) for place in range(0, len(quotes), size)]
+    return [RagQuestion("What is this about?", group, _TEMPLATES[0]) for group in groups]
 
 
 def _questions(session: Session, person: Person, options: BenchOptions, turn: int) -> list[RagQuestion]:
@@ -134,27 +165,11 @@ class _Client:
     def __init__(self, url: str, model: str, level: ReuseLevel, salt: str) -> None:
         self._url, self._model, self._level, self._salt = url, model, level, salt
 
-    def parts(self, asked: Sequence[RagQuestion], advance: Advance, session: Session) -> Iterator[tuple[str, RagLoad]]:
-        """Ask the first half of the questions, then the others when their passages are known."""
-        half = len(asked) // 2
-        first, later = asked[:half], asked[half:]
-        advance(f"{self._level}, {half} questions, nothing is known")
-        yield "first", self.ask_all(first, "first")
-        quotes = list(dict.fromkeys(quote for one in later for quote in one.quotes))
-        random.Random(0).shuffle(quotes)  # not as they are asked for
-        size = len(later[0].quotes)
-        groups = [tuple(quotes[place : place + size]) for place in range(0, len(quotes), size)]
-        advance(f"{self._level}, {len(later)} questions, passages are known")
-        self.ask_all([RagQuestion("What is this about?", group, _TEMPLATES[0]) for group in groups], "known")
-        session.flush()
-        yield "known", self.ask_all(later, "known")
-        session.flush()
+    def ask_all(self, asked: Sequence[RagQuestion]) -> RagLoad:
+        """Ask them, several at once."""
+        return asyncio.run(self._all(asked))
 
-    def ask_all(self, asked: Sequence[RagQuestion], part: str) -> RagLoad:
-        """Ask them at once, of the cache of a part."""
-        return asyncio.run(self._all(asked, f"{self._salt}-{part}"))
-
-    async def _all(self, asked: Sequence[RagQuestion], salt: str) -> RagLoad:
+    async def _all(self, asked: Sequence[RagQuestion]) -> RagLoad:
         from openai import AsyncOpenAI
 
         replies: dict[int, RagReply] = {}
@@ -163,14 +178,14 @@ class _Client:
 
             async def one_client() -> None:
                 for number, one in numbered:
-                    replies[number] = await self._one(openai, one, salt)
+                    replies[number] = await self._one(openai, one)
 
             started = time.perf_counter()
             await asyncio.gather(*(one_client() for _ in range(CLIENTS)))
             seconds = time.perf_counter() - started
         return RagLoad(tuple(replies[number] for number in range(len(asked))), seconds)
 
-    async def _one(self, openai: Any, one: RagQuestion, salt: str) -> RagReply:
+    async def _one(self, openai: Any, one: RagQuestion) -> RagReply:
         """One reply, read as it comes."""
         started, first, text, tokens = time.perf_counter(), 0.0, "", 0
         marks: dict[str, int] = {}
@@ -181,7 +196,7 @@ class _Client:
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"min_tokens": REPLY_TOKENS, "cache_salt": salt, "rekindle": {"reuse": self._level}},
+            extra_body={"min_tokens": REPLY_TOKENS, "cache_salt": self._salt, "rekindle": {"reuse": self._level}},
         )
         async for chunk in stream:
             piece = "".join(choice.delta.content or "" for choice in chunk.choices)
@@ -195,7 +210,8 @@ class _Client:
 
 def add_rag_rows(report: Report, found: dict[tuple[str, str], list[RagLoad]], seed: int) -> None:
     """Fields and table: every level of both parts against prefix caching."""
-    rows = [_row(part, level, found, seed) for part in PARTS for level in LEVELS]
+    parts = dict.fromkeys(part for part, _ in found)  # a run whose time was up has one
+    rows = [_row(part, level, found, seed) for part in parts for level in LEVELS]
     requests = sum(row["requests"] for row in rows if row["reuse"] == "exact")
     report.fields |= {"clients": CLIENTS, "reply_tokens": REPLY_TOKENS, "requests": requests, "rows": rows}
     for row, against in ((row, row["vs_prefix"]) for row in rows if row["reuse"] != "exact"):
