@@ -21,7 +21,6 @@ BENCHES = {
     "knowledge": "benchmarks.knowledge",
     "chunks": "benchmarks.chunks.bench",
     "anywhere": "benchmarks.chunks.anywhere",
-    "endurance": "benchmarks.chunks.endurance",
     "text": "benchmarks.text_places",
     "adapters": "benchmarks.adapters.bench",
     "policies": "benchmarks.adapters.replay",
@@ -41,8 +40,8 @@ _OPTIONS_OF = {  # options that only some benches take
     "traces": ("stream",),
     "users": ("answers",),
     "tokens": ("slower",),
-    "minutes": ("slower", "adapters", "chunks", "answers", "serve", "endurance"),
-    "workload": ("serve",),
+    "minutes": ("slower", "adapters", "chunks", "answers", "serve"),
+    "workload": ("serve", "chunks"),
 }
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -73,12 +72,13 @@ def bench(
     tokens: Annotated[int | None, typer.Option(min=1, help="slower: the largest prompt.")] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="slower, adapters, chunks, answers, endurance, serve --workload rag: report what is measured."
-        ),
+        typer.Option(min=0, help="slower, adapters, chunks, answers, serve --workload rag: report what is measured."),
     ] = None,
     workload: Annotated[
-        str | None, typer.Option(help="serve: trace (shared beginnings, the default), rag (pasted passages).")
+        str | None,
+        typer.Option(
+            help="serve: trace (shared beginnings), rag (pasted passages); chunks: endurance (1,000 questions)."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,

@@ -59,7 +59,7 @@ class BenchOptions:
     traces: Path | None = None  # stream: a folder of bandwidth over time
     users: int | None = None  # answers: of each set
     tokens: int | None = None  # slower: the largest prompt
-    workload: str | None = None  # serve: trace, rag
+    workload: str | None = None  # serve: trace, rag; chunks: endurance
 
     def rounds(self, full: int, quick: int = 3) -> int:
         """How often a measurement is repeated."""

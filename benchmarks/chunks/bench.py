@@ -44,6 +44,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     _check(options)
     if options.shape is not None:
         return shape.run(options, advance)
+    if options.workload == "endurance":
+        return endurance.run(options, advance)
     asked, people = read_questions(options.data), _people(options.data)
     if not asked and (options.calibrate or not people):
         more = "" if options.calibrate else ", and no corpus.jsonl and queries.jsonl either"
@@ -68,6 +70,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
 
 
 def _check(options: BenchOptions) -> None:
+    if options.workload not in (None, "endurance"):
+        raise InvalidSetting(f"--workload {options.workload!r} is unknown. Use endurance.")
     if not options.calibrate:
         if options.quality is not None:
             raise InvalidSetting("--quality says what to calibrate for: give --calibrate, too.")

@@ -1,4 +1,5 @@
-"""`python -m benchmarks endurance`, and the third part of `chunks`: a long run over shared passages must not decay.
+"""`python -m benchmarks chunks --workload endurance`, and a part of `chunks`: a long run over shared passages must not
+decay.
 
 The questions of one person come again and again, each time with their passages in another order, the last of them
 changed for one that was met before. Recomputed KV stays in the cache, as in use. Every few questions the

@@ -14,6 +14,7 @@ import asyncio
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,7 @@ class RagReply:
     computed: int
     from_chunks: int
     recomputed: int
+    miss: str | None  # why not more was reused
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class _Client:
     async def _one(self, openai: Any, one: RagQuestion) -> RagReply:
         """One reply, read as it comes."""
         started, first, text, tokens = time.perf_counter(), 0.0, "", 0
-        marks: dict[str, int] = {}
+        marks: dict[str, Any] = {}
         stream = await openai.chat.completions.create(
             model=self._model,
             messages=one.messages,
@@ -205,7 +207,9 @@ class _Client:
             marks = (chunk.model_extra or {}).get("rekindle") or marks
             tokens = chunk.usage.prompt_tokens if chunk.usage else tokens
         first = first or time.perf_counter() - started
-        return RagReply(first, text, tokens, *(marks[name] for name in ("computed", "from_chunks", "recomputed")))
+        return RagReply(
+            first, text, tokens, *(marks[name] for name in ("computed", "from_chunks", "recomputed", "miss"))
+        )
 
 
 def add_rag_rows(report: Report, found: dict[tuple[str, str], list[RagLoad]], seed: int) -> None:
@@ -273,6 +277,7 @@ def _row(part: str, level: str, found: dict[tuple[str, str], list[RagLoad]], see
         "computed_tokens": tokens,
         "from_chunks": sum(reply.from_chunks for reply in own),
         "recomputed": sum(reply.recomputed for reply in own),
+        "misses": dict(Counter(reply.miss for reply in own if reply.miss is not None)),
         "marked_share": statistics.fmean(reply.from_chunks > 0 for reply in own),
         "equal_share": statistics.fmean(a.text == b.text for a, b in zip(own, computed, strict=True)),
         "vs_prefix": against,

@@ -100,8 +100,8 @@ def test_calibrating_needs_the_chunks_and_a_quality(arguments: list[str], named:
 
 
 def test_a_long_run_reports_its_windows_one_by_one(spacious: Path) -> None:
-    arguments = ["endurance", "--quick", "--limit", "9", "--model", str(spacious), "--device", "cpu", "--json"]
-    done = CliRunner().invoke(app, arguments)
+    arguments = ["chunks", "--workload", "endurance", "--quick", "--limit", "9", "--model", str(spacious)]
+    done = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--json"])
     assert done.exit_code == 0, done.exception
     found = json.loads(done.stdout)
     assert found["questions"] == 9 and [one["first"] for one in found["windows"]] == [0, 3, 6]
