@@ -42,7 +42,8 @@ _OPTIONS_OF = {  # options that only some benches take
     "users": ("answers",),
     "tokens": ("slower", "fleet"),
     "gap": ("fleet",),
-    "minutes": ("slower", "adapters", "chunks", "answers", "stream", "fleet"),
+    "minutes": ("slower", "adapters", "chunks", "answers", "stream", "fleet", "serve"),
+    "workload": ("serve", "chunks"),
 }
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -76,7 +77,16 @@ def bench(
     gap: Annotated[float | None, typer.Option(min=0, help="fleet: mean seconds between two requests.")] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0, help="slower, adapters, chunks, answers, stream, fleet: report what is measured by then."),
+        typer.Option(
+            min=0,
+            help="slower, adapters, chunks, answers, stream, fleet, serve --workload rag: report what is measured by then.",
+        ),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            help="serve: trace (shared beginnings), rag (pasted passages); chunks: endurance (1,000 questions)."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,

@@ -60,6 +60,7 @@ class BenchOptions:
     users: int | None = None  # answers: of each set
     tokens: int | None = None  # slower, fleet: the largest prompt
     gap: float | None = None  # fleet: mean seconds between two requests
+    workload: str | None = None  # serve: trace, rag; chunks: endurance
 
     def rounds(self, full: int, quick: int = 3) -> int:
         """How often a measurement is repeated."""

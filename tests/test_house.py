@@ -38,9 +38,12 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "format alone, judged by the model, in any language"),
     ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard's rules doubt"),
     ("benchmarks", 4, 0, "rows of the bank of answers are imported from their own module"),
+    ("rekindle", 3, 0, "converted GGUF models begin texts as their header says"),
     ("rekindle", 60, 0, "reused passages: each recomputed as much as it depends on what has changed, and says why"),
     ("benchmarks", 45, 0, "answers: every user, wrong foreseen answers, median and worst user; progress in logs"),
     ("benchmarks", 25, 0, "--minutes: a long bench reports what is measured when its time is up"),
+    ("benchmarks", 372, 1, "serve --workload rag: clients of openai that paste passages; chunks where part of what "
+     "came before has changed; 1,000 questions in a row; streams and anywhere against computing, too; base models"),
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 CONTROL = ["<|end|>", "<|start|>", "<|stop|>"]
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, *, template: str | None = CHAT_TEMPLATE) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, *, template: str | None = CHAT_TEMPLATE, begins: bool = False) -> None:
     """One token a byte, three control tokens, and a pair that no text spells, because there must be a merge."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pair = [alphabet[-1], alphabet[-2]]
@@ -37,7 +37,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, *, template: str | None = CHAT_TEMPL
     writer.add_token_merges([" ".join(pair)])
     writer.add_eos_token_id(256)
     writer.add_bos_token_id(257)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(begins)
     if template is not None:
         writer.add_chat_template(template)
 
@@ -64,6 +64,7 @@ def write_llama(path: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLA
     switch    for how many tokens its rotary frequencies are made; they are others for longer contexts
     dim       of a head
     kv_heads  how many heads keys and values have
+    begins    whether every text begins with a token of its own
     """
     dim, kv_heads = changes.get("dim", DIM), changes.get("kv_heads", KV_HEADS)
     hidden = HEADS * dim
@@ -78,7 +79,7 @@ def write_llama(path: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLA
     writer.add_rope_dimension_count(dim)
     writer.add_layer_norm_rms_eps(changes.get("epsilon", 1e-5))
     writer.add_vocab_size(VOCABULARY)
-    add_vocabulary(writer, template=template)
+    add_vocabulary(writer, template=template, begins=changes.get("begins", False))
     if "switch" in changes:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(changes["switch"])

@@ -3,8 +3,9 @@
     agent   files that were read in another conversation are read again, in another order and behind other words
     rag     passages that were pasted into one template are pasted into another one
 
-Each prompt is started in three ways, on the same store and the same tokens: computed; with what is found in it; and
-with its passages marked as documents. Nothing of it is kept. KL and top-1 are against computing, along its own answer.
+Each prompt is started in four ways, on the same store and the same tokens: computed; with prefix caching alone; with
+what is found in it; and with its passages marked as documents. Nothing of it is kept. KL and top-1 are against
+computing, along its own answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rekindle.session.session import Session
 
 PROMPTS, QUICK_PROMPTS = 12, 2
 _EDGE_TOKENS = 2  # of a passage, which may merge with what is around it
-_TEXT, _DOCUMENTS = "text", "documents"
+_PREFIX, _TEXT, _DOCUMENTS = "prefix", "text", "documents"
 Chat = list[dict[str, str]]
 
 
@@ -66,7 +67,8 @@ def _table_row(row: Mapping[str, Any]) -> TableRow:
         f"{row['kind']}, {row['mode']}",
         f"KL {row['kl']:.4f} (median {row['kl_median']:.4f}), top-1 {row['top1']:.1%}",
         f"{row['found']:.0%} of the passages' tokens, {row['recomputed']:.0%} of them recomputed",
-        f"first token {row['ttft_vs_none']:.2f} times as soon",
+        f"first token {row['ttft_vs_none']:.2f} times as soon, {row['ttft_vs_prefix']:.2f} of prefix caching, "
+        f"{row['reduction']:.0%} less computed",
     )
 
 
@@ -136,7 +138,7 @@ class _Trial:
 
     def __init__(self, session: Session, options: BenchOptions) -> None:
         self._session, self._engine, self._judges = session, session.engine, options.shape is None
-        self._seen: dict[str, list[dict[str, float]]] = {_TEXT: [], _DOCUMENTS: []}
+        self._seen: dict[str, list[dict[str, float]]] = {_PREFIX: [], _TEXT: [], _DOCUMENTS: []}
 
     def keep(self, asked: _Asked) -> None:
         """Compute an earlier prompt, and keep it with its documents, so that both ways find it."""
@@ -149,11 +151,12 @@ class _Trial:
         """Start a prompt in every way, and compare."""
         exact = self._start(asked, "off", None)
         started = {
+            _PREFIX: self._start(asked, "exact", None),
             _TEXT: self._start(asked, "approximate", None),
             _DOCUMENTS: self._start(asked, "approximate", asked.layout),
         }
-        near = compare(self._engine, exact, list(started.values())) if self._judges else [(0.0, 1.0)] * 2
-        tokens = sum(map(len, asked.layout.chunks))
+        near = compare(self._engine, exact, list(started.values())) if self._judges else [(0.0, 1.0)] * len(started)
+        tokens, prefix = sum(map(len, asked.layout.chunks)), started[_PREFIX]
         for (mode, some), (kl, top1) in zip(started.items(), near, strict=True):
             self._seen[mode].append(
                 {
@@ -161,7 +164,10 @@ class _Trial:
                     "top1": top1,
                     "found": min(1.0, some.reuse.from_chunks / tokens),
                     "recomputed": some.reuse.recomputed / max(1, some.reuse.from_chunks),
+                    "computed_tokens": some.reuse.computed,
+                    "reduction": 1.0 - some.reuse.computed / prefix.reuse.computed,
                     "ttft_vs_none": exact.seconds / some.seconds,
+                    "ttft_vs_prefix": prefix.seconds / some.seconds,
                 }
             )
         for some in (exact, *started.values()):
@@ -174,7 +180,7 @@ class _Trial:
                 "mode": mode,
                 **{name: statistics.fmean(one[name] for one in seen) for name in seen[0]},
                 "kl_median": statistics.median(one["kl"] for one in seen),
-                "ttft_vs_none": statistics.median(one["ttft_vs_none"] for one in seen),
+                **{name: statistics.median(one[name] for one in seen) for name in ("ttft_vs_none", "ttft_vs_prefix")},
             }
             for mode, seen in self._seen.items()
         ]

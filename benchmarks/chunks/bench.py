@@ -35,6 +35,7 @@ _NO_CONTEXTS: dict[str, Any] = {
     "cachecraft_alpha_tuned": None,
     "preload_layers": None,
     "probe_cost": None,
+    "partial": None,
 }
 
 
@@ -43,6 +44,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     _check(options)
     if options.shape is not None:
         return shape.run(options, advance)
+    if options.workload == "endurance":
+        return endurance.run(options, advance)
     asked, people = read_questions(options.data), _people(options.data)
     if not asked and (options.calibrate or not people):
         more = "" if options.calibrate else ", and no corpus.jsonl and queries.jsonl either"
@@ -67,6 +70,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
 
 
 def _check(options: BenchOptions) -> None:
+    if options.workload not in (None, "endurance"):
+        raise InvalidSetting(f"--workload {options.workload!r} is unknown. Use endurance.")
     if not options.calibrate:
         if options.quality is not None:
             raise InvalidSetting("--quality says what to calibrate for: give --calibrate, too.")
@@ -97,7 +102,8 @@ def _streams(engine: Engine, people: list[PersonalSet], options: BenchOptions, a
             with suppress(TimeIsUp):
                 for some in people:
                     found[some.name] = streams.measure(some, advance)
-                lasting = endurance.measure(engine, people[0], streams, folder / "endurance", options, advance)
+                count = endurance.QUICK_QUESTIONS if options.quick else endurance.QUESTIONS
+                lasting = endurance.measure(engine, people[0], streams, folder / "endurance", options, advance, count)
         finally:
             streams.close()
     return {"streams": found, "endurance": lasting}

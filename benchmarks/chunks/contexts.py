@@ -1,19 +1,21 @@
 """The first part of `python -m benchmarks chunks`: single prompts whose passages are known from other prompts.
 
 Every mode starts every prompt, in turns, on the same store. Nothing of a test prompt is ever kept, so no passage is
-scored on the prompt it was computed in.
+scored on the prompt it was computed in. In `rows` all that came before a passage has changed since its KV was computed;
+in `partial` one of the passages before it, at most.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, mean, rotated, until_time_is_up
+from benchmarks.base import Advance, BenchOptions, TimeIsUp, mean, rotated, until_time_is_up
 from benchmarks.baselines.cache_craft import preload_layers
 from benchmarks.baselines.recompute_policies import CRAFTS
 from benchmarks.chunks.modes import (
@@ -26,6 +28,8 @@ from benchmarks.chunks.modes import (
     held,
     impossible,
     modes_of,
+    partial_modes,
+    partly_changed,
 )
 from benchmarks.quality import ANSWER_TOKENS, POSITIONS, Quality, judge
 from rekindle.chunks.select import OURS
@@ -65,7 +69,15 @@ def measure(
     tuning = min(TUNING_PROMPTS, max(2, prompts // 2))
     drawn = held(asked, tuning, prompts, options.seed, QUICK_PASSAGES if options.quick else PASSAGES)
     with ModeTrials.opened(engine, options, drawn.donors, advance) as trials:
-        return _ContextMeasure(trials, drawn.calibration, drawn.test, advance).fields()
+        whole = _ContextMeasure(trials, drawn.calibration, drawn.test, advance)
+        found = whole.fields()
+    found |= {"partial": None, "partial_reason": "the time was up"}
+    donors = partly_changed(drawn.test, options.seed)
+    with suppress(TimeIsUp), ModeTrials.opened(engine, options, donors, advance) as trials:
+        part = _ContextMeasure(trials, (), drawn.test, advance)
+        rows = part.rows(partial_modes(engine, whole.alphas))
+        found |= {"partial": {"prompts": part.prompts, "rows": rows}, "partial_reason": None}
+    return found
 
 
 def tune_alpha(
@@ -112,35 +124,33 @@ class _ContextMeasure:
         self._trials, self._engine, self._options = trials, trials.engine, trials.options
         self._calibration, self._test = calibration, test
         self._advance = advance
+        self.alphas: dict[str, float] = {}
         self._judges = self._options.shape is None
         self._seen: dict[ChunkMode, list[Seen]] = {}
         self._tokens: list[int] = []
 
+    @property
+    def prompts(self) -> int:
+        """Number of prompts that were measured."""
+        return len(self._tokens)
+
     def fields(self) -> dict[str, Any]:
-        """Measure."""
+        """Tune the rivals, then measure."""
         leads = self._engine.capabilities.recompute == "leading"
-        tries, alphas = 4 if self._options.quick else 7, {}
+        tries = 4 if self._options.quick else 7
         for name in () if leads else CRAFTS[: 1 if self._options.quick else None]:
             self._advance(f"tune {name}")
-            alphas[name] = tune_alpha(self._trials, self._calibration, SHARE, tries, name)
-        modes = modes_of(self._engine, alphas, quick=self._options.quick)
-        self._warm_up(modes)
-        before = self._trials.counts()
+            self.alphas[name] = tune_alpha(self._trials, self._calibration, SHARE, tries, name)
+        modes = modes_of(self._engine, self.alphas, quick=self._options.quick)
         probes = self._probe_cost()
-        with until_time_is_up(self._tokens):
-            for number, prompt in enumerate(self._test):
-                self._advance(f"prompt {number + 1} of {len(self._test)}")
-                self._ask(prompt, rotated(modes, number))
-        if self._trials.counts() != before:
-            raise RuntimeError("a test prompt was kept")
-        rows = [self._row(mode) | self._against_ours(mode) for mode in modes]
+        rows = self.rows(modes)
         result: dict[str, Any] = {
-            "prompts": len(self._tokens),
+            "prompts": self.prompts,
             "prompt_tokens": statistics.fmean(self._tokens),
             "calibration_prompts": len(self._calibration),
             "positions": POSITIONS * len(self._tokens) if self._judges else None,
             "answer_tokens": ANSWER_TOKENS,
-            "cachecraft_alpha_tuned": alphas.get(CRAFT),
+            "cachecraft_alpha_tuned": self.alphas.get(CRAFT),
             "probe_cost": probes,
             "rows": rows + [_missing(name, why) for name, why in impossible(self._engine).items()],
         }
@@ -148,9 +158,21 @@ class _ContextMeasure:
             result["quality_reason"] = "random weights say nothing about quality"
         return result | self._best(modes, rows)
 
+    def rows(self, modes: Sequence[ChunkMode]) -> list[dict[str, Any]]:
+        """Every mode on every prompt, until the time is up."""
+        self._warm_up(modes)
+        before = self._trials.counts()
+        with until_time_is_up(self._tokens):
+            for number, prompt in enumerate(self._test):
+                self._advance(f"prompt {number + 1} of {len(self._test)}")
+                self._ask(prompt, rotated(modes, number))
+        if self._trials.counts() != before:
+            raise RuntimeError("a test prompt was kept")
+        return [self._row(mode) | self._against_ours(mode) for mode in modes]
+
     def _warm_up(self, modes: Sequence[ChunkMode]) -> None:
         """Every mode once, unmeasured, on a short prompt."""
-        whole = self._calibration[0]
+        whole = self._test[0]
         short = PassagePrompt(whole.question, whole.quotes[:2])
         tokens = short.encode(self._engine)
         for mode in modes:

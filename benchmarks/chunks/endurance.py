@@ -1,4 +1,5 @@
-"""The third part of `python -m benchmarks chunks`: a long run with chunk reuse over shared passages must not decay.
+"""`python -m benchmarks chunks --workload endurance`, and a part of `chunks`: a long run over shared passages must not
+decay.
 
 The questions of one person come again and again, each time with their passages in another order, the last of them
 changed for one that was met before. Recomputed KV stays in the cache, as in use. Every few questions the
@@ -9,23 +10,25 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, mean
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, mean, scratch, until_time_is_up
+from benchmarks.chunks.modes import require_chunk_reuse
 from benchmarks.chunks.streams import PreparedPrompt, Streams, shuffled
-from benchmarks.personal import PersonalSet
+from benchmarks.models import load
+from benchmarks.personal import PersonalSet, personal_sets
 from benchmarks.quality import POSITIONS, compare
 from rekindle.engine.base import Engine
 from rekindle.session.calibrate.budget import start_prompt
 from rekindle.session.session import Session
 
-QUESTIONS, QUICK_QUESTIONS = 300, 12
-WINDOW, QUICK_WINDOW = 30, 4
+LONG, QUESTIONS, QUICK_QUESTIONS = 1000, 300, 12  # alone, as a part of chunks, quick
+WINDOWS, QUICK_WINDOWS = 10, 3
 EVERY, QUICK_EVERY = 5, 2  # questions, one is computed exactly as well
 DIFFERENT, QUICK_DIFFERENT = 30, 4
 TOP_K, QUICK_TOP_K = 3, 2
@@ -48,10 +51,46 @@ class _Point:
         return None if self.exact_seconds is None else self.exact_seconds / self.seconds
 
 
+def run(options: BenchOptions, advance: Advance) -> Report:
+    """A long run alone: `--limit` questions."""
+    some = personal_sets(options.data)[0]
+    advance("load the model")
+    engine = load(options)
+    require_chunk_reuse(engine)
+    report = Report("endurance", fields=about(engine, options))
+    with scratch() as name:
+        streams = Streams(engine, Path(name), options)
+        try:
+            count = options.rounds(LONG, QUICK_QUESTIONS)
+            found = measure(engine, some, streams, Path(name) / "endurance", options, advance, count)
+        finally:
+            streams.close()
+    engine.close()
+    report.fields |= found
+    for one in found.get("windows", ()):
+        report.rows.append(_table_row(one))
+    return report
+
+
+def _table_row(one: Mapping[str, Any]) -> TableRow:
+    last = one["first"] + one["questions"]
+    quality = "not judged" if one["kl"] is None else f"KL {one['kl']:.4f}, top-1 {one['top1']:.3f}"
+    speed = "" if one["ttft_vs_prefix"] is None else f"{one['ttft_vs_prefix']:.2f} times as soon as prefix caching"
+    return TableRow(
+        f"questions {one['first'] + 1} to {last}", quality, f"computed share {one['computed_share']:.3f}", speed
+    )
+
+
 def measure(
-    engine: Engine, some: PersonalSet, streams: Streams, folder: Path, options: BenchOptions, advance: Advance
+    engine: Engine,
+    some: PersonalSet,
+    streams: Streams,
+    folder: Path,
+    options: BenchOptions,
+    advance: Advance,
+    count: int,
 ) -> dict[str, Any]:
-    """The fields of this part; `streams` has the library."""
+    """The fields of `count` questions, or of those within the time; `streams` has the library."""
     quick = options.quick
     person = max(some.people, key=lambda one: len(one.questions))
     tenant = f"{some.name}/endurance"
@@ -62,11 +101,17 @@ def measure(
         return {"questions": 0, "reason": "no question has passages that are long enough to be found again"}
     order = random.Random(options.seed)
     every = QUICK_EVERY if quick else EVERY
-    points = []
-    with Session(engine, cache=str(folder), reuse="approximate", disk_limit="90%") as session:
-        for number in range(QUICK_QUESTIONS if quick else QUESTIONS):
+    points: list[_Point] = []
+    window = max(1, count // (QUICK_WINDOWS if quick else WINDOWS))
+    with (
+        Session(engine, cache=str(folder), reuse="approximate", disk_limit="90%") as session,
+        until_time_is_up(points),
+    ):
+        for number in range(count):
+            if number % window == 0 and number:
+                advance(" ".join(vars(_table_row(_window(points, number - window, window))).values()))
             if number % 10 == 0:
-                advance(f"question {number + 1} of a long run")
+                advance(f"question {number + 1} of {count}")
             if number % len(different) == 0:
                 round_of = order.sample(different, len(different))
             one = _changed(round_of[number % len(different)], different, order, engine)
@@ -75,7 +120,7 @@ def measure(
             else:
                 first = number // every % 2 == 0
                 points.append(_ask_both(session, engine, one, exact_first=first, judges=options.shape is None))
-    return _fields(points, QUICK_WINDOW if quick else WINDOW, options.seed)
+    return _fields(points, window, options.seed)
 
 
 def _changed(
@@ -109,21 +154,7 @@ def _ask_both(session: Session, engine: Engine, one: PreparedPrompt, *, exact_fi
 
 
 def _fields(points: Sequence[_Point], window: int, seed: int) -> dict[str, Any]:
-    windows = []
-    for first in range(0, len(points), window):
-        some = points[first : first + window]
-        compared = [one for one in some if one.speedup is not None]
-        windows.append(
-            {
-                "first": first,
-                "questions": len(some),
-                "compared": len(compared),
-                "ttft_vs_prefix": mean(one.speedup for one in compared),
-                "computed_share": statistics.fmean(one.computed_share for one in some),
-                "kl": mean(one.kl for one in compared),
-                "top1": mean(one.top1 for one in compared),
-            }
-        )
+    windows = [_window(points, first, window) for first in range(0, len(points), window)]
     # At first nothing is stored, and nothing can be reused: decay is what comes after that.
     settled = [(number, one) for number, one in enumerate(points) if number >= min(window, len(points) // 2)]
     speed = slope([(number, one.speedup) for number, one in settled if one.speedup is not None], seed)
@@ -137,6 +168,22 @@ def _fields(points: Sequence[_Point], window: int, seed: int) -> dict[str, Any]:
         "kl_slope": worse,
         "ttft_vs_prefix_slope": speed,
         "flat": None if worse is None or speed is None else worse["low"] <= 0.0 <= speed["high"],
+    }
+
+
+def _window(points: Sequence[_Point], first: int, window: int) -> dict[str, Any]:
+    """The means of some questions in a row."""
+    some = points[first : first + window]
+    compared = [one for one in some if one.speedup is not None]
+    return {
+        "first": first,
+        "questions": len(some),
+        "compared": len(compared),
+        "ttft_s": statistics.fmean(one.seconds for one in some),
+        "ttft_vs_prefix": mean(one.speedup for one in compared),
+        "computed_share": statistics.fmean(one.computed_share for one in some),
+        "kl": mean(one.kl for one in compared),
+        "top1": mean(one.top1 for one in compared),
     }
 
 

@@ -11,7 +11,7 @@ from benchmarks.base import Advance, BenchOptions
 from benchmarks.baselines import recompute_policies
 from benchmarks.baselines.recompute_policies import CRAFTS
 from rekindle.cache.prefix_cache import ChunkStrategy
-from rekindle.chunks.select import OURS
+from rekindle.chunks.select import OURS, SAFE_BUDGET
 from rekindle.core.request import ReuseLevel
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
@@ -21,7 +21,8 @@ from rekindle.session.prompt import PromptTokens
 from rekindle.session.session import Session
 
 SHARE = 0.30  # of the passages' tokens, which rivals and signals get
-BUDGETS = (0.1, 0.2, SHARE, 0.5)
+BUDGETS = (0.1, 0.2, SHARE, SAFE_BUDGET)
+PARTIAL_BUDGETS = (0.2, SHARE, SAFE_BUDGET)
 QUICK_BUDGETS = (SHARE,)
 SIGNALS = ("outside", "seen", "received", "lead", "deviation*seen")
 RIVALS = ("random", "h2o", "leading", "cacheblend")
@@ -72,6 +73,14 @@ def modes_of(engine: Engine, alphas: Mapping[str, float], *, quick: bool) -> lis
     if quick:
         rivals, alone = rivals[:2], []
     return [NONE, PREFIX, ChunkMode("set-cache"), ChunkMode("full-cache"), *rivals, *crafts, *ours, *alone]
+
+
+def partial_modes(engine: Engine, alphas: Mapping[str, float]) -> list[ChunkMode]:
+    """Those that are compared where only part of what came before a passage has changed."""
+    name = "leading" if engine.capabilities.recompute == "leading" else OURS
+    crafts = [ChunkMode(CRAFT, budget=alphas[CRAFT])] if alphas else []
+    ours = [ChunkMode(name, budget=budget) for budget in PARTIAL_BUDGETS]
+    return [NONE, PREFIX, ChunkMode("full-cache"), *crafts, *ours]
 
 
 def impossible(engine: Engine) -> dict[str, str]:
@@ -152,3 +161,16 @@ def held(
     first = tuple(drawn[:calibration])
     last = tuple(drawn[max(calibration, len(drawn) - test) :]) if test else ()
     return PromptSets(first, last, donors_of((*first, *last), questions, order))
+
+
+def partly_changed(prompts: Sequence[PassagePrompt], seed: int) -> tuple[PassagePrompt, ...]:
+    """Donors with the passages of a prompt in its order, but for one before the last: that one stood in the donor of
+    the next prompt, in place of the one which that prompt lacks there."""
+    order = random.Random(seed)
+    places = [order.randrange(len(prompt.quotes) - 1) for prompt in prompts]
+    donors = []
+    for number, prompt in enumerate(prompts):
+        before, quotes = prompts[number - 1], list(prompt.quotes)
+        quotes[places[number]] = before.quotes[places[number - 1]]
+        donors.append(PassagePrompt(before.question, tuple(quotes)))
+    return tuple(donors)

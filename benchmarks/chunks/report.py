@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.base import Report, TableRow
@@ -16,6 +17,9 @@ def add_rows(report: Report) -> None:
     for row in fields["rows"]:
         if row.get("reason") is None:
             report.rows.append(_mode(row))
+    for row in (fields.get("partial") or {"rows": ()})["rows"]:
+        one = _mode(row)
+        report.rows.append(replace(one, measure=f"one passage before changed: {one.measure}"))
     if fields.get("best") is not None and fields["best"]["kl"] is not None:
         _best(report)
     for name, result in (fields["streams"] or {}).items():
@@ -87,15 +91,23 @@ def _stream(report: Report, name: str, result: Mapping[str, Any]) -> None:
             )
         )
         kl = "" if some["kl"] is None else f", KL {some['kl']:.4f}, top-1 {some['top1']:.3f}"
+        sums, computing = some["ttft_vs_prefix_sums"], some["ttft_vs_none"]
         report.rows.append(
             TableRow(
                 f"{result['questions']} questions ({name}), {way}: first token",
                 f"{some['ttft_s']:.2f} s{kl}",
-                f"{result['ttft_prefix_s']:.2f} s (prefix)",
-                f"{some['ttft_vs_prefix']:.2f}x ({some['ttft_vs_prefix_sums']:.2f}x of sums)",
+                f"{result['ttft_prefix_s']:.2f} s (prefix), {result['ttft_none_s']:.2f} s (none)",
+                f"{some['ttft_vs_prefix']:.2f}x ({sums:.2f}x of sums), {computing:.2f}x none",
                 ">= 2",
             )
         )
+    for title, some, bar in (
+        ("nothing found yet", result["first_sight"], ">= 1"),
+        ("passages found", result["warmed"]["known"], ">= 2"),
+    ):
+        if some["questions"]:
+            measure = f"{some['questions']} questions ({name}), {title}: first token / prefix"
+            report.rows.append(TableRow(measure, f"{some['ttft_vs_prefix']:.2f} times as soon", bar=bar))
 
 
 def _endurance(report: Report, result: Mapping[str, Any]) -> None:

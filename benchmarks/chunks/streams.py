@@ -1,5 +1,6 @@
 """The second part of `python -m benchmarks chunks`: questions of one person, one after the other, over shared passages.
 
+none      everything is computed
 prefix    the exact cache: what a prompt shares with the beginning of an earlier one
 reused    passages of earlier prompts as well, at the budget in use
 warmed    the same, where every passage that is asked for was computed once beforehand, off the clock
@@ -32,7 +33,12 @@ QUESTIONS, QUICK_QUESTIONS = 20, 4
 TOP_K, QUICK_TOP_K = 5, 2
 COMPARED = 5  # how often answers are compared, in questions
 WARMED_TOGETHER = 3  # passages of one prompt, when they are warmed
-_LEVELS: Mapping[str, ReuseLevel] = {"prefix": "exact", "reused": "approximate", "warmed": "approximate"}
+_LEVELS: Mapping[str, ReuseLevel] = {
+    "none": "off",
+    "prefix": "exact",
+    "reused": "approximate",
+    "warmed": "approximate",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class _StreamTimes:
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _LEVELS})
     computed: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in _LEVELS})
+    found: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in _LEVELS})  # tokens from passages
     fallbacks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LEVELS, 0))
     quality: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"reused": [], "warmed": []})
     budgets: set[float] = field(default_factory=set)
@@ -57,6 +64,7 @@ class _StreamTimes:
     def add(self, name: str, some: StartedPrompt) -> None:
         self.seconds[name].append(some.seconds)
         self.computed[name].append(some.reuse.computed)
+        self.found[name].append(some.reuse.from_chunks)
         self.fallbacks[name] += some.fallback
         if some.reuse.budget is not None:
             self.budgets.add(some.reuse.budget)
@@ -64,7 +72,7 @@ class _StreamTimes:
 
 
 class Streams:
-    """Three sessions on one engine, and the library that all questions are asked of."""
+    """A session for each way on one engine, and the library that all questions are asked of."""
 
     def __init__(self, engine: Engine, folder: Path, options: BenchOptions) -> None:
         self._engine, self._options = engine, options
@@ -148,18 +156,30 @@ def _fields(times: _StreamTimes) -> dict[str, Any]:
         "questions": len(times.seconds["prefix"]),
         "budget": max(times.budgets, default=None),
         "calibrated": times.calibrated,
+        "computed_tokens_none": sum(times.computed["none"]),
+        "ttft_none_s": statistics.median(times.seconds["none"]),
         "computed_tokens_prefix": sum(times.computed["prefix"]),
         "ttft_prefix_s": statistics.median(times.seconds["prefix"]),
         "computed_tokens_reused": reused.pop("computed_tokens"),
         **reused,
+        "first_sight": _sooner(times, "reused", found=False),
         "warmed": _against(times, "warmed"),
     }
+
+
+def _sooner(times: _StreamTimes, name: str, *, found: bool) -> dict[str, Any]:
+    """How much sooner than prefix caching: questions for which passages were found, or the others."""
+    pairs = zip(times.seconds["prefix"], times.seconds[name], times.found[name], strict=True)
+    ratios = [theirs / own for theirs, own, tokens in pairs if (tokens > 0) == found]
+    return {"questions": len(ratios), "ttft_vs_prefix": statistics.median(ratios) if ratios else None}
 
 
 def _against(times: _StreamTimes, name: str) -> dict[str, Any]:
     theirs, own = times.seconds["prefix"], times.seconds[name]
     computed, before = sum(times.computed[name]), sum(times.computed["prefix"])
     return {
+        "known": _sooner(times, name, found=True),
+        "ttft_vs_none": statistics.median(a / b for a, b in zip(times.seconds["none"], own, strict=True)),
         "computed_tokens": computed,
         "reduction": 1.0 - computed / before,
         "ttft_s": statistics.median(own),

@@ -3,7 +3,7 @@
 The server runs as `rekindle serve` starts it; the clients talk to it over HTTP. The same requests, whose prompts share
 beginnings as a trace says, are asked by 1 client (one after the other), 4 and 16, with the cache and without, in turns.
 The cache is empty each time: what it spares, it learnt from the requests before. Then 4 replies at once against the
-same 4 in a row.
+same 4 in a row. `--workload rag` is another bench: see `rag`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.base import Advance, BenchOptions, Report, about, rotated, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
+from benchmarks.serve import rag
 from benchmarks.serve.clients import ClientRequest, serve_all
 from benchmarks.serve.report import SETTINGS, STREAMS, ServeResults, add_rows
 from benchmarks.serve.workload import (
@@ -28,6 +29,7 @@ from benchmarks.serve.workload import (
     shared_share,
 )
 from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
 from rekindle.server.serve import Server
 from rekindle.server.service import DEFAULT_PARALLEL
 from rekindle.session.session import Session
@@ -41,6 +43,10 @@ _TEXT_TOKENS = 4000
 
 def run(options: BenchOptions, advance: Advance) -> Report:
     """Measure everything, over loopback. The model is loaded before."""
+    if options.workload not in (None, "trace", "rag"):
+        raise InvalidSetting(f"--workload {options.workload!r} is unknown. Use trace or rag.")
+    if options.workload == "rag":
+        return rag.run(options, advance)
     advance("load the model")
     trace = read_trace(options.data)
     engine = load(options)

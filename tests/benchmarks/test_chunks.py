@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.chunks.endurance import slope
-from benchmarks.chunks.modes import held
+from benchmarks.chunks.modes import held, partly_changed
 from benchmarks.quality import best_f1
 from rekindle.session.calibrate.budget import TriedBudget, min_budget
 from rekindle.session.calibrate.prompts import PASSAGES, read_questions
@@ -30,6 +33,19 @@ def test_every_passage_stands_in_one_donor_without_the_others_of_its_prompt(seed
             assert len(set(donor.quotes) & set(prompt.quotes)) <= 1
             if set(donor.quotes) & set(prompt.quotes):
                 assert donor.question != prompt.question and donor.quotes[0] != prompt.quotes[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_part_of_a_prompt_has_changed_every_passage_stands_in_one_donor_and_all_but_one_together(
+    seed: int,
+) -> None:
+    prompts = held(read_questions(None), calibration=3, test=6, seed=seed).test
+    donors = partly_changed(prompts, seed)
+    standing = [quote for donor in donors for quote in donor.quotes]
+    assert sorted(map(str, standing)) == sorted(str(quote) for prompt in prompts for quote in prompt.quotes)
+    for prompt, donor in zip(prompts, donors, strict=True):
+        same = [one == other for one, other in zip(prompt.quotes, donor.quotes, strict=True)]
+        assert same.count(False) == 1 and same[-1] and donor.question != prompt.question
 
 
 def test_calibration_and_test_share_no_prompt_even_where_there_are_too_few() -> None:
@@ -81,3 +97,13 @@ def test_the_best_of_several_answers_counts() -> None:
 def test_calibrating_needs_the_chunks_and_a_quality(arguments: list[str], named: str) -> None:
     done = CliRunner().invoke(app, [*arguments])
     assert done.exit_code != 0 and named in str(done.exception)
+
+
+def test_a_long_run_reports_its_windows_one_by_one(spacious: Path) -> None:
+    arguments = ["chunks", "--workload", "endurance", "--quick", "--limit", "9", "--model", str(spacious)]
+    done = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--json"])
+    assert done.exit_code == 0, done.exception
+    found = json.loads(done.stdout)
+    assert found["questions"] == 9 and [one["first"] for one in found["windows"]] == [0, 3, 6]
+    assert "questions 1 to 3" in done.stderr and "questions 4 to 6" in done.stderr
+    assert found["windows"][-1]["computed_share"] < found["windows"][0]["computed_share"]

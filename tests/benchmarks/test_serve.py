@@ -32,6 +32,27 @@ def test_bench_serve_prints_its_fields(tiny_folder: Path) -> None:
     assert {"measure", "ours", "baseline", "ratio", "bar"} == set(found["table"][0])
 
 
+def test_clients_that_paste_passages_are_told_what_was_reused(spacious: Path) -> None:
+    arguments = ["serve", "--workload", "rag", "--model", str(spacious), "--device", "cpu", "--quick", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.exception
+    found = json.loads(result.stdout)
+    rows = {(row["part"], row["reuse"]): row for row in found["rows"]}
+    assert list(rows) == [(part, level) for part in ("first", "known") for level in ("approximate", "exact", "off")]
+    assert all(row["requests_per_s"] > 0 and row["requests"] == 4 for row in rows.values())
+    for part in ("first", "known"):  # what is exact is never marked, and says the same
+        assert rows[part, "exact"]["from_chunks"] == rows[part, "off"]["from_chunks"] == 0
+        assert rows[part, "exact"]["equal_share"] == 1
+    known = rows["known", "approximate"]
+    assert known["from_chunks"] <= known["prompt_tokens"]
+    assert known["computed_tokens"] + known["from_chunks"] - known["recomputed"] <= known["prompt_tokens"]
+
+
+def test_an_unknown_workload_is_refused() -> None:
+    result = CliRunner().invoke(app, ["serve", "--workload", "other"])
+    assert isinstance(result.exception, InvalidSetting) and "trace or rag" in str(result.exception)
+
+
 def test_a_scaled_trace_shares_as_much_as_the_whole() -> None:
     trace = read_trace(None)
     drawn = [scale(trace, 32, 8, np.random.default_rng(seed)) for seed in range(20)]

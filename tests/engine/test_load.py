@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rekindle.core.request import Message
 from rekindle.engine import load as module
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.load import (
@@ -33,6 +35,9 @@ from rekindle.models import registry
 from rekindle.models.files import ModelFiles
 from rekindle.settings import Settings
 from tests.models.ggufs import cached, folder_form, write_gguf
+from tests.tiny_gguf import files_of, write_llama
+
+BEGINNING = 257  # the token <|start|> of tiny GGUF models
 
 HF, LLAMACPP, ONNX = (set(packages) for packages in ENGINES.values())
 
@@ -259,3 +264,14 @@ def test_a_model_that_is_not_there_is_a_sentence(
 def test_a_name_that_no_model_of_ollama_can_have_is_a_sentence() -> None:
     with pytest.raises(RekindleError):
         choose_engine("ollama:!!", "auto", BOTH)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_converted_model_begins_texts_as_its_gguf_says(begins: bool, tmp_path: Path) -> None:
+    files = files_of(write_llama(tmp_path / "model.gguf", begins=begins))
+    convert_gguf(files)
+    with closing(load_engine(str(files.folder), EngineOptions("hf", "cpu"))) as engine:
+        tokens = engine.tokenizer.encode("text")
+        chat = engine.tokenizer.encode_chat([Message("user", "text")])
+    assert (tokens[0] == BEGINNING) == begins and len(tokens) == 4 + begins
+    assert chat.count(BEGINNING) == 2  # the template's own

@@ -243,7 +243,10 @@ def _write_folder(gguf: Path, work: Path) -> None:
         raise BrokenModel(f"{file} is damaged ({error}). Get it again.") from error
     except (KeyError, IndexError, RuntimeError) as error:
         raise BrokenModel(f"{file} is damaged ({error}). Get it again.") from error
-    _restore_digits(tokenizer, gguf)
+    header = read_header(gguf).metadata
+    _restore_digits(tokenizer, header)
+    if header.get("tokenizer.ggml.add_bos_token"):  # transformers does not read it
+        tokenizer.add_bos_token = True
     config = loaded.config
     del config.quantization_config  # what is written is no longer quantized
     config._name_or_path = ""
@@ -253,8 +256,8 @@ def _write_folder(gguf: Path, work: Path) -> None:
     tokenizer.save_pretrained(work)
 
 
-def _restore_digits(tokenizer: Any, gguf: Path) -> None:
-    if read_header(gguf).metadata.get("tokenizer.ggml.pre") not in _SINGLE_DIGITS:
+def _restore_digits(tokenizer: Any, header: Mapping[str, object]) -> None:
+    if header.get("tokenizer.ggml.pre") not in _SINGLE_DIGITS:
         return
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
