@@ -79,7 +79,7 @@ def bench(
         float | None,
         typer.Option(
             min=0,
-            help="slower, adapters, chunks, answers, stream, fleet, serve --workload rag: report what is measured by then.",
+            help="Report what is measured by then: slower, adapters, chunks, answers, stream, fleet, serve (rag).",
         ),
     ] = None,
     workload: Annotated[

@@ -147,6 +147,7 @@ def test_without_sharing_every_row_is_computed_alone_and_whole() -> None:
 
 
 @pytest.mark.usefixtures("company")
+@pytest.mark.usefixtures("company")
 def test_a_long_prompt_is_cut_so_that_replies_go_on_meanwhile() -> None:
     inner = Watched()
     inner.prefill_tokens = 64  # a fast machine may compute all of it within the time that others can wait

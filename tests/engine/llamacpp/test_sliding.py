@@ -54,11 +54,11 @@ def test_what_left_the_window_survives_others_that_come_and_go(path: Path, load:
     plain.step([Row.following(whole, TOKENS[:192])])
     for span in (Span(0, 160), Span(3, 41), Span(100, 160)):
         for ours, theirs in zip(kept.export(span).layers, whole.export(span).layers, strict=True):
-            np.testing.assert_allclose(ours.keys, theirs.keys, atol=1e-4)
-            np.testing.assert_allclose(ours.values, theirs.values, atol=1e-4)
+            np.testing.assert_allclose(ours.keys, theirs.keys, atol=1e-3)
+            np.testing.assert_allclose(ours.values, theirs.values, atol=1e-3)
     kept.truncate(50)
     (logits,) = engine.step([Row.following(kept, TOKENS[50:70])])
-    np.testing.assert_allclose(logits, after(plain, TOKENS[:70]), atol=1e-4)
+    np.testing.assert_allclose(logits, after(plain, TOKENS[:70]), atol=1e-3)
 
 
 def test_moved_keys_of_the_first_layer_are_what_computing_there_gives(path: Path, load: Load) -> None:

@@ -331,7 +331,7 @@ class Database:
         try:
             if self._check_version(connection) == 0:
                 connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
-            connection.execute("PRAGMA journal_mode=WAL").fetchall()
+            _use_log(connection, timeout_seconds)
             # NORMAL may lose the last commits in a power loss: a missing entry, never a wrong one.
             connection.execute(f"PRAGMA synchronous={self._synchronous}")
             connection.execute(f"PRAGMA fullfsync={self._synchronous == 'FULL':d}")  # macOS: past the drive's cache
@@ -414,6 +414,19 @@ def _is_corruption(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
     if code is not None:
         return code & 0xFF in (11, 26)  # SQLITE_CORRUPT, SQLITE_NOTADB
     return "malformed" in str(error) or "not a database" in str(error)
+
+
+def _use_log(connection: sqlite3.Connection, timeout_seconds: float) -> None:
+    """Write ahead. SQLite itself does not wait where several processes do this to a new file at once."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").fetchall()
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(_CUT_PAUSE_SECONDS)
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
