@@ -121,6 +121,15 @@ def test_a_slow_link_is_left_alone_for_a_while(published: Published, alone: Any,
             assert reply.tokens == alone.tokens and (reply.reuse.origin_miss == "slow") == is_slow
 
 
+def test_where_even_a_fast_link_is_slower_than_computing_the_origin_is_not_asked(
+    published: Published, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "FAST_LINK", 1.0)  # computing is faster than a byte a second
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert (reply.tokens, reply.reuse.streamed, reply.reuse.origin_miss) == (alone.tokens, 0, "slow")
+
+
 @pytest.mark.usefixtures("origin_first")
 @pytest.mark.parametrize("where", ["engine", "disk"])
 @pytest.mark.parametrize("known", [100, 130, 256])

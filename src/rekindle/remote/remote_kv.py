@@ -58,6 +58,7 @@ MAX_AHEAD = 2  # queued prompts that are fetched ahead: they take memory
 FIND_SECONDS = 10.0  # timeout of a lookup
 BACKOFF_SECONDS = 30.0  # pause after a failure
 MIN_SHARE = 0.25  # of a prefix that a link must bring while the rest is computed: going in pieces costs up to that
+FAST_LINK = 1.25e8  # bytes a second: what nobody measured is tried where this is enough
 SLOW_SECONDS = 300.0  # how long a link counts as slow after its last transfer
 
 PromptKey = tuple[KvSpace, tuple[int, ...], bool]  # of a prompt; whether it has passages
@@ -264,16 +265,20 @@ class RemoteKv:
             return "unable"
         if self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens)) < WORTH_SECONDS:
             return "quick"
-        if lookup.passages is None and self._is_slow(lookup, plan):
-            return "slow"
-        return "failed" if time.monotonic() < self._backoff_until else None
+        if time.monotonic() < self._backoff_until:
+            return "failed"
+        return "slow" if lookup.passages is None and self._is_slow(lookup, plan) else None
 
     def _is_slow(self, lookup: CacheLookup, plan: Plan) -> bool:
-        """Whether the link, as it was lately, would bring next to nothing while the prompt is computed."""
-        token_bytes = self._token_bytes.get(is_quantized(lookup.kv_space.codec))
+        """Whether the link, as it was lately, would bring next to nothing while the prompt is computed.
+
+        One that was not measured lately is expected to be a fast one.
+        """
+        quantized = is_quantized(lookup.kv_space.codec)
+        token_bytes = self._token_bytes.get(quantized, self._engine.layout.token_bytes / (4 if quantized else 1))
         speed = self._bandwidth.bytes_per_second()
-        if token_bytes is None or speed is None or time.monotonic() > self._bandwidth.measured_at + SLOW_SECONDS:
-            return False
+        if speed is None or time.monotonic() > self._bandwidth.measured_at + SLOW_SECONDS:
+            speed = FAST_LINK
         computing = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
         streaming = (plan.tokens - plan.reused) * token_bytes / speed
         return computing / (computing + streaming) < MIN_SHARE  # both go on at once: this share is streamed
