@@ -415,11 +415,19 @@ def test_a_shared_tier_that_hangs_is_a_miss(
     link.state = "hanging" if hangs == "lookup" else "open"
     assert fleet.planner.matched(again, 0) == (0 if hangs == "lookup" else 99)
     if hangs == "load":
+        own = AskedRequest("own", list(range(3000, 3100)), 100)
+        run_prompt(fleet, own, (10, 11, 12, 13))
         link.state = "hanging"
         fleet.planner.admitted(again, ((20, 21, 22, 23),), 99)
         fleet.worker.start_loads(fleet.planner.step({}, lambda _: ()))
         assert loaded(fleet) == ({"again"}, {"again"})
         assert fleet.worker.take_failed_blocks() == {20, 21, 22, 23}
+        monkeypatch.setattr("rekindle.vllm.block_store.LOAD_SECONDS", 60.0)
+        later = replace(own, request_id="later", num_computed_tokens=0)  # the folder has it, and answers
+        assert fleet.planner.matched(later, 0) == 99
+        fleet.planner.admitted(later, ((30, 31, 32, 33),), 99)
+        fleet.worker.start_loads(fleet.planner.step({}, lambda _: ()))
+        assert loaded(fleet) == ({"later"}, set())
     link.close()
     fleet.close()
     writer.close()

@@ -10,6 +10,7 @@ from rekindle import Session
 from rekindle.engine.base import Engine
 from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.idle.worker import Budget
+from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = pytest.mark.real
 
@@ -31,6 +32,7 @@ DOCUMENTS = [
 
 def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(smollm2: Engine, tmp_path: Path) -> None:
     with Session(smollm2, cache=tmp_path / "cache", answers="verified") as session:
+        session.cache.kv.costs = UnmeasuredCosts()  # whether loads and drafts pay depends on who else computes
         session.ingest(documents=DOCUMENTS[:1])
         options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=8, budget=Budget(tflop=0.15))
         idle = Idle(session, options)

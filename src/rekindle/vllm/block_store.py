@@ -79,7 +79,7 @@ class BlockStore:
         self._paged: Mapping[str, PagedLayer] = {}
         self.unusable: str | None = "its KV was not registered"
         self._counts: Counter[str] = Counter()
-        self._deadline = DeadlineCaller()
+        self._deadlines = {False: DeadlineCaller(), True: DeadlineCaller()}  # of the folder, and of shared tiers
         self._writer = BackgroundWriter(store)
         self._loader = ThreadPoolExecutor(_LOADERS, "rekindle-load")
         self._lock = threading.Lock()  # of the next two, which threads fill
@@ -172,18 +172,18 @@ class BlockStore:
         start = plan.span.start - plan.span.start % BLOCK_TOKENS
         match = self._ask(lambda: self._store.lookup(kv_space, plan.tokens))
         if match.length < plan.span.stop:
-            match = self._ask(lambda: self._store.shared.extend(kv_space, match, SHARED_TIERS))
+            match = self._ask(lambda: self._store.shared.extend(kv_space, match, SHARED_TIERS), shared=True)
         if match.length < plan.span.stop:
             raise KvLost("It was evicted meanwhile.")
         match = match.since(start)
         shared = any(piece.tier is not None for piece in match.pieces)
         copies: list[LayerKv] = []
         try:
-            with self._ask(lambda: self._store.load(kv_space, match)) as feed:
+            with self._ask(lambda: self._store.load(kv_space, match), shared=shared) as feed:
                 for number, layer in enumerate(self._layers.layers):
                     keys, values = self._staged(layer.shape, len(feed.span))
                     out = LayerKv(raw_view(keys), raw_view(values))
-                    self._ask(partial(feed.fill, number, out), out.keys.nbytes + out.values.nbytes)
+                    self._ask(partial(feed.fill, number, out), out.keys.nbytes + out.values.nbytes, shared=shared)
                     place = plan.block_ids[layer.group], self._layers.group_tokens[layer.group], plan.span
                     skip = plan.span.start - start
                     self._paged[layer.name].write(*place, keys[:, skip:], values[:, skip:])
@@ -205,8 +205,9 @@ class BlockStore:
         job.shared_tokens = kv.span.stop
         self._writer.offer(job)
 
-    def _ask(self, question: Callable[[], T], size_bytes: int = 0) -> T:
-        return self._deadline.ask(question, LOAD_SECONDS + size_bytes / _SLOWEST_BYTES)
+    def _ask(self, question: Callable[[], T], size_bytes: int = 0, *, shared: bool = False) -> T:
+        """Ask the folder, or a shared tier: while one hangs, the other is asked."""
+        return self._deadlines[shared].ask(question, LOAD_SECONDS + size_bytes / _SLOWEST_BYTES)
 
     def _staged(self, shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
         dtype = TORCH_TYPE[self._layers.dtype]
@@ -297,7 +298,8 @@ class BlockStore:
     def close(self) -> None:
         """Write what is queued, within a time limit, and close the store."""
         self._loader.shutdown(cancel_futures=True)
-        self._deadline.close()
+        for deadline in self._deadlines.values():
+            deadline.close()
         if self._writer.close(CLOSE_SECONDS):
             self._store.shared.flush(CLOSE_SECONDS)
             self._store.close()
