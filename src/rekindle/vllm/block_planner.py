@@ -99,10 +99,10 @@ class BlockPlanner:
         if kv_space is None:
             return 0
         match = self._lookup(kv_space, request.all_token_ids[:-1])
-        known = self._tracked.get(request.request_id)
+        known, here = self._tracked.get(request.request_id), _in_folder(match)
         if known is None:
-            known = self._tracked[request.request_id] = _Tracked(request, kv_space, computed, match.length)
-        known.computed, known.saved = computed, min(known.saved, match.length)  # less, if what was loaded was damaged
+            known = self._tracked[request.request_id] = _Tracked(request, kv_space, computed, here)
+        known.computed, known.saved = computed, min(known.saved, here)  # less, if what was loaded was damaged
         stop = match.length - match.length % self._whole
         if stop <= computed or known.preemptions == request.num_preemptions:
             return 0
@@ -116,6 +116,7 @@ class BlockPlanner:
             return
         known.preemptions = request.num_preemptions
         span = Span(known.computed, known.computed + external)
+        known.saved = max(known.saved, span.stop)  # what comes from a shared tier is copied to the folder
         tokens = tuple(request.all_token_ids[: span.stop])
         self._plan.loads.append(BlockTransfer(request.request_id, known.kv_space, tokens, span, block_ids))
 
@@ -271,6 +272,11 @@ class BlockPlanner:
         self._model.costs.refused((tier,))
         self._refused_loads += 1
         return False
+
+
+def _in_folder(match: Match) -> int:
+    """The number of its tokens before the first that a shared tier has."""
+    return next((piece.span.start for piece in match.pieces if piece.tier is not None), match.length)
 
 
 def tier_of(match: Match) -> Tier:
