@@ -74,7 +74,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 170, 0, "KV of an origin is restored by the device, slices that follow each other at once; "
      "stopwatches of engines, by events on a device"),
     ("benchmarks", 10, 0, "stream: --minutes, and each case as it comes"),
-    ("rekindle", 17, 0, "loads that are late are learned from, links that nobody measured have a prior, new databases "
+    ("rekindle", 24, 0, "loads that are late are learned from, links that nobody measured have a prior, new databases "
      "of several processes wait for each other, orders of tiers are refused with the other settings"),
 )  # fmt: skip
 

@@ -118,12 +118,17 @@ def test_two_apps_with_prompts_get_the_same_number_of_tokens() -> None:
         assert abs(shares.served("a") - shares.served("b")) <= ALONE_SECONDS / 0.01
 
 
+def test_recomputed_tokens_share_their_step_with_replies_and_are_not_cut() -> None:
+    scattered, reply = call(20, positions=range(0, 40, 2)), call(1)
+    made = know_speed(scheduler(scattered, reply))
+    assert sorted((part.call is reply, part.tokens) for part in run(made)) == [(False, 20), (True, 1)]
+
+
 def test_what_loads_or_cannot_be_cut_shares_no_step_and_takes_turns_with_replies() -> None:
     probing = call(40, probe=Probe(lambda reading: None))
     verifying = call(3, logits="all")
-    scattered = call(20, positions=range(0, 40, 2))
     several = StepCall([*call(5).rows, *call(1).rows], A)
-    singles = [loading(60), probing, verifying, scattered, several, loading(1)]
+    singles = [loading(60), probing, verifying, several, loading(1)]
     made = know_speed(scheduler(*singles))
     for alone in singles:
         reply = call(1)
