@@ -63,6 +63,7 @@ def publish(folder: Path, *, encrypted: bool) -> Published:
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of these tests is small: as if its prompts were worth streaming."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
     monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 1.0, 0.0)))
 
 
