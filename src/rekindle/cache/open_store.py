@@ -10,6 +10,7 @@ import psutil
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.core.size import parse_duration, parse_limit
 from rekindle.errors import CacheUnusable, InvalidSetting
+from rekindle.knowledge.library_folder import knowledge_folder
 from rekindle.machine import cache_folder
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings
@@ -41,6 +42,7 @@ def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | Non
         quantized=quantized,
         key=None if settings.key_file is None else read_secret_file(Path(settings.key_file), "The key file"),
     )
+    knowledge_folder(settings)  # documents of earlier versions leave a cache folder before it is opened
     try:
         return TieredStore(settings.cache or cache_folder(), chosen, shared=shared_tiers(settings))
     except CacheUnusable as error:

@@ -1,11 +1,13 @@
 """The folder of the libraries: where it is, and how much all of them may take on disk.
 
-The limit includes damaged files and logs: whatever adds documents asks for more than it will need before it writes, so
-that the limit holds at every moment. Removing never asks.
+Libraries of earlier versions are moved out of a cache folder, once; none is overwritten or removed. The limit includes
+damaged files and logs: whatever adds documents asks for more than it will need before it writes, so that the limit
+holds at every moment. Removing never asks.
 """
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -15,24 +17,59 @@ from pathlib import Path
 
 from rekindle.core.size import human_bytes
 from rekindle.errors import CacheUnusable, LibraryFull
-from rekindle.machine import data_folder
+from rekindle.machine import data_folder, home_folder
 from rekindle.settings import Settings
 from rekindle.store.files import Files
+from rekindle.store.folder import OLD_LIBRARIES
 
-LIBRARIES = "knowledge"
+log = logging.getLogger("rekindle.knowledge")
+
+LIBRARIES = OLD_LIBRARIES
 
 
 def knowledge_folder(settings: Settings) -> Path:
     """The folder of the libraries: the setting, else beside a named cache folder, else the user's data folder.
 
-    Never inside a cache folder, which people and programs empty.
+    Never inside a cache folder, which people and programs empty. Libraries still in one are moved out, once.
     """
     if settings.library is not None:
         return Path(settings.library)
     if settings.cache not in (None, "off"):
         cache = Path(str(settings.cache)).expanduser().resolve()  # the same library for every path to the same cache
-        return Path(f"{cache}-library")
-    return data_folder() / LIBRARIES
+        return _moved(cache / LIBRARIES, Path(f"{cache}-library"))
+    return _moved(home_folder() / LIBRARIES, data_folder() / LIBRARIES)
+
+
+def _moved(old: Path, new: Path) -> Path:
+    """Move the libraries of `old` to `new`; `new`, or `old` where they cannot be moved."""
+    if old == new or not _holds_libraries(old):
+        return new
+    if _holds_libraries(new):
+        log.warning(
+            "There are documents in %s, too. Those in %s are used; import what you need from the others.", old, new
+        )
+        return new
+    try:
+        Files().make_folder(new.parent)
+        if new.is_dir():
+            new.rmdir()  # works only if it is empty
+        old.rename(new)
+        Files().sync_folder(new.parent)
+        Files().sync_folder(old.parent)
+    except OSError as error:  # another disk, no rights, or other files: leave everything as it is
+        if not old.is_dir():  # another process was first
+            return new
+        log.warning("Documents stay in %s, which a cleaner of caches may empty: they cannot be moved (%s).", old, error)
+        return old
+    log.warning("Documents were moved from %s to %s: a cache folder is no place for them.", old, new)
+    return new
+
+
+def _holds_libraries(folder: Path) -> bool:
+    try:
+        return not folder.is_symlink() and any(folder.glob("*.sqlite"))
+    except OSError:
+        return False
 
 
 _RESERVE_BYTES = 8 << 20  # what SQLite writes at the end of a transaction: its page cache, the new index entries

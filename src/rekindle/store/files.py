@@ -82,6 +82,10 @@ class Files:
         else:
             draft.unlink()
 
+    def replace(self, draft: Path, path: Path) -> None:
+        """Give a finished file its name, in place of the file that has it."""
+        draft.replace(path)
+
     def status(self, path: Path) -> os.stat_result | None:
         """The status of a path, of a link itself; None if there is nothing."""
         try:

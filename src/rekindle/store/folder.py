@@ -8,23 +8,37 @@
 A folder without the marker belongs to someone else: it is never changed, unless it is empty. In a folder with the
 marker only regular files of exactly these names are written or removed, and no symbolic link is followed. The marker is
 written first and is checked again before every write and removal: without it, neither happens.
+
+A cache of an older format is emptied when it is opened, under a lock:
+
+    marker: format 1  ->  marker: format 2, being emptied  ->  our files removed  ->  marker: format 2
+
+The first step stops processes of the older version. A process that is killed before the last leaves a marker that makes
+the next one empty the folder again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from rekindle.errors import CacheUnusable
+from rekindle.store.catalog.schema import is_of_another_program
 from rekindle.store.files import Files
+
+log = logging.getLogger("rekindle.store")
 
 MARKER, CATALOG, EXTENTS, WRITERS = "CACHEDIR.TAG", "catalog.sqlite", "extents", "writers"
 FORMAT = 2
+OLD_LIBRARIES = "knowledge"  # where earlier versions kept documents
 _SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55"
 _FORMAT_LINE = re.compile(rb"# Rekindle cache, format ([0-9]{1,9})")
 _TEXT = (
@@ -35,8 +49,12 @@ _TEXT = (
 # Backup programs skip folders with such a file: https://bford.info/cachedir/
 """.encode()
 )
+_BEING_EMPTIED = b"# Files of an older format are being removed: opening the cache goes on with that."
+_EMPTYING_TEXT = b"\n".join([*_TEXT.split(b"\n")[:2], _BEING_EMPTIED, b""])
 _MARKER_BYTES = 4096
 _HEX = "[0-9a-f]{16}"
+_LOCK = "0" * 16  # in the folder of writers: held while the cache is emptied
+_WAIT_SECONDS, _PAUSE_SECONDS = 60.0, 0.02  # for another process that empties it
 _DRAFT = re.compile(rf"{re.escape(MARKER)}\.{_HEX}")
 # Files that may be removed, by the folder they are in: "" is the cache folder itself.
 _REMOVABLE: Mapping[str, re.Pattern[str]] = {
@@ -77,15 +95,18 @@ class CacheFolder:
         self._read: tuple[int, ...] | None = None  # the marker that was read and found to be ours
 
     def claim(self) -> None:
-        """Make the folder a cache if it is missing or empty, else `check` it."""
-        while not self._is_marked():
-            self._mark()
+        """Make the folder a cache if it is missing or empty, empty a cache of an older format, else `check` it."""
+        while (found := self._format()) != FORMAT:
+            if found is None:
+                self._mark()
+            else:
+                self._begin_anew()
         self._check_places()
 
     def check(self) -> None:
         """Raises `CacheUnusable` if the folder is not a cache of ours, or something else is in the place of our files;
         `OSError` if it cannot be read."""
-        if not self._is_marked():
+        if self._format() != FORMAT:
             raise CacheUnusable(
                 f"{self.path / MARKER} is gone, so nothing is written to this folder or removed from it any more. "
                 "Delete the whole folder if it is a cache, or choose another one."
@@ -122,16 +143,19 @@ class CacheFolder:
         found = self._files.status(self.path / part / name)
         return found is not None and stat.S_ISREG(found.st_mode)
 
-    def _is_marked(self) -> bool:
-        """Whether it has our marker. Raises `CacheUnusable` if it is another program's, or of another format."""
+    def _format(self) -> int | None:
+        """The format in our marker, 0 while the folder is being emptied; None without a marker.
+
+        Raises `CacheUnusable` if the marker is another program's, or of a newer format.
+        """
         try:
             found = self._files.status(self._marker)
             version = None if found is None else (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
             if version is not None and version == self._read:
-                return True
+                return FORMAT
             lines = self._files.read(self._marker, _MARKER_BYTES).split(b"\n")
         except FileNotFoundError:
-            return False
+            return None
         except NotADirectoryError as error:
             raise CacheUnusable(f"{self.path} is not a folder. Choose a folder for the cache.") from error
         except PermissionError as error:
@@ -146,42 +170,102 @@ class CacheFolder:
                 f"{self.path} is the cache of another program: its {MARKER} is not ours. "
                 "Choose another folder for the cache."
             )
-        if (number := int(named[1])) != FORMAT:
+        if (number := int(named[1])) > FORMAT:
             raise CacheUnusable(
-                f"{self.path} was made by another Rekindle (format {number}, this one knows {FORMAT}). "
-                f"{'Upgrade' if number > FORMAT else 'Delete it'}, or choose another folder for the cache."
+                f"{self.path} was made by a newer Rekindle (format {number}, this one knows {FORMAT}). Upgrade, or "
+                "choose another folder for the cache."
             )
-        self._read = version
-        return True
+        if lines[2:3] == [_BEING_EMPTIED]:
+            return 0
+        if number == FORMAT:
+            self._read = version
+        return number
+
+    def _begin_anew(self) -> None:
+        """Remove all our files from a cache of an older format, and mark it with this one."""
+        self._check_places()
+        try:
+            if is_of_another_program(self._files.read(self.path / CATALOG, 100)):
+                raise CacheUnusable(f"{self.path / CATALOG} is not a Rekindle catalog. Choose another folder.")
+        except FileNotFoundError:
+            pass
+        try:
+            with self._emptying() as is_first:
+                if not is_first:
+                    return
+                self._write_marker(_EMPTYING_TEXT, replace=True)
+                self._remove_own()
+                self._write_marker(_TEXT, replace=True)
+        except OSError as error:
+            raise CacheUnusable(
+                f"{self.path} is a cache of an older format and cannot be emptied: {error}. Delete it, or choose "
+                "another folder for the cache."
+            ) from error
+        log.warning("%s was a cache of an older format: its KV was removed, and the cache starts empty.", self.path)
+
+    @contextmanager
+    def _emptying(self) -> Iterator[bool]:
+        """Hold the lock for emptying the folder; False if another process has done it."""
+        self._files.make_folder(self.path / WRITERS)
+        path, deadline = self.path / WRITERS / _LOCK, time.monotonic() + _WAIT_SECONDS
+        while (lock := self._files.try_lock(path)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError("another process has kept it locked for too long")
+            time.sleep(_PAUSE_SECONDS)
+        try:
+            yield self._format() != FORMAT
+        finally:
+            if self._files.sharing_violations:  # an open file cannot be removed there
+                self._files.close(lock)
+            with contextlib.suppress(OSError):
+                self._files.remove(path)
+            if not self._files.sharing_violations:
+                self._files.close(lock)
+
+    def _remove_own(self) -> None:
+        """Remove all our files but the marker and the lock; the catalog last, its log before it."""
+        going = [self.path / part / name for part in (EXTENTS, WRITERS, "") for name in self.own_files(part)]
+        going += [self.path / name for name in self._files.names(self.path) if self._is_draft(name)]
+        for path in [*going, *reversed(self._catalogs)]:
+            if path.name != _LOCK and not self._files.remove(path):
+                raise PermissionError(errno.EACCES, "another process has it open", str(path))
+        for folder in (*self._parts, self.path):
+            self._files.sync_folder(folder)
 
     def _mark(self) -> None:
         """Put the marker into an empty folder, atomically; another process may do the same at the same time."""
         names = [name for name in self._files.names(self.path) if not self._is_draft(name)]
-        if self._is_marked():  # another process was first; it creates everything else after its marker
+        if self._format() is not None:  # another process was first; it creates everything else after its marker
             return
         if names:
+            library = self.path / OLD_LIBRARIES
+            first = f"move its documents from {library} to {self.path}-library; then " if OLD_LIBRARIES in names else ""
             raise CacheUnusable(
                 f"{self.path} is not empty and has no {MARKER} of ours, so it is taken for somebody else's. Choose "
-                "another folder for the cache."
+                "another folder for the cache; if this one is the cache of an older Rekindle, "
+                f"{first}you may delete it."
             )
         self._files.make_folder(self.path)
         try:
-            self._write_marker()
+            self._write_marker(_TEXT, replace=False)
         except OSError:
-            if not self._is_marked():  # else another process was first
+            if self._format() is None:  # else another process was first
                 raise
 
-    def _write_marker(self) -> None:
-        """Put the marker into the folder, atomically, and return when it is on the medium."""
+    def _write_marker(self, text: bytes, *, replace: bool) -> None:
+        """Put a marker into the folder, atomically, and return when it is on the medium."""
         draft = self.path / f"{MARKER}.{secrets.token_hex(8)}"
         handle = self._files.create(draft)
         try:
             try:
-                self._files.write_at(handle, 0, memoryview(_TEXT))
+                self._files.write_at(handle, 0, memoryview(text))
                 self._files.sync(handle)
             finally:
                 self._files.close(handle)
-            self._files.place(draft, self._marker)
+            if replace:
+                self._files.replace(draft, self._marker)
+            else:
+                self._files.place(draft, self._marker)
             self._files.sync_folder(self.path)  # else power loss could leave a catalog without the marker
         finally:
             with contextlib.suppress(OSError):
@@ -192,7 +276,8 @@ class CacheFolder:
         if not _DRAFT.fullmatch(name):
             return False
         try:
-            return _TEXT.startswith(self._files.read(self.path / name, _MARKER_BYTES))
+            begun = self._files.read(self.path / name, _MARKER_BYTES)
+            return any(text.startswith(begun) for text in (_TEXT, _EMPTYING_TEXT))
         except FileNotFoundError:
             return True
         except OSError:
