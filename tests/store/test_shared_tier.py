@@ -95,13 +95,6 @@ def test_what_one_server_kept_another_loads(node: Node) -> None:
     assert loaded(b, OTHER) == 700 - 320  # its own whole blocks first
 
 
-def test_a_short_beginning_of_another_prompt_is_found(node: Node) -> None:
-    share(node("a"), TOKENS[:190])
-    b = node("b")
-    for count in (33, 100, 170):
-        assert loaded(b, [*TOKENS[:count], *OTHER[-200:]]) == count
-
-
 def test_a_continued_prompt_adds_only_what_is_new(node: Node, server: RedisServer) -> None:
     a, b = node("a"), node("b")
     assert share(a, TOKENS[:1000]) == "kept"
@@ -148,7 +141,7 @@ def test_flipped_bytes_are_never_served_and_are_written_again(node: Node, server
         assert loaded(b, TOKENS) == 1500
 
 
-@pytest.mark.parametrize("calls", range(13))
+@pytest.mark.parametrize("calls", range(12))
 def test_a_server_that_dies_while_it_writes_leaves_nothing_that_is_wrong(
     node: Node, server: RedisServer, calls: int
 ) -> None:
@@ -167,7 +160,7 @@ def test_a_server_that_dies_while_it_writes_leaves_nothing_that_is_wrong(
     a = node("a", Dying(server.url, 1 << 30))
     keep(a, TOKENS[:600])
     keep(a, TOKENS)
-    with pytest.raises(SystemExit) if calls < 11 else pytest.MonkeyPatch.context():
+    with pytest.raises(SystemExit) if calls < 8 else pytest.MonkeyPatch.context():
         share(a, TOKENS)
     b = node("b")
     assert loaded(b, TOKENS) in (0, 576, 600, 1500)

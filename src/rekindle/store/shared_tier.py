@@ -39,8 +39,7 @@ from rekindle.store.objects import ByteRange, ObjectStore, TierFailed
 from rekindle.store.prefix_index import Match, Piece
 from rekindle.store.shared_record import ChainRecord, ChunkRecord, SharedExtent, parse_chain, parse_chunks, write_chunks
 
-_RECORD_BLOCKS = 8  # between two records
-_EARLY_RECORDS = (1, 2, 4)  # and after these numbers of blocks: short beginnings are shared most
+RECORD_BLOCKS = 8  # between two records
 _PROBES = 32  # records asked for at once
 _CLAIM_SECONDS = 60.0
 _QUIET_SECONDS = 10.0  # without questions, after a failure
@@ -350,8 +349,8 @@ def folder_of(scope: Scope | None) -> str:
 
 def _points(whole: int) -> list[int]:
     """Where a chain of `whole` whole blocks has records, in numbers of blocks."""
-    points = [point for point in (*_EARLY_RECORDS, *range(_RECORD_BLOCKS, whole, _RECORD_BLOCKS)) if point < whole]
-    return [*points, whole] if whole else []
+    points = list(range(RECORD_BLOCKS, whole + 1, RECORD_BLOCKS))
+    return points if not whole or points[-1:] == [whole] else [*points, whole]
 
 
 def _with_bases(extents: Sequence[SharedExtent]) -> Iterator[SharedExtent]:
