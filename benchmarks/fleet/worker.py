@@ -183,7 +183,10 @@ def serve(config: VllmConfig, pipe: Connection) -> None:
             given = {"prompt_token_ids": list(prompt), **({"cache_salt": salt} if salt else {})}
             engine.add_request(str(number), given, how)
             busy = True
-        for output in engine.step():
+        outputs = engine.step()
+        if not outputs and engine.has_unfinished_requests():
+            time.sleep(0.001)  # as vLLM's own loop does: threads that load KV need the interpreter
+        for output in outputs:
             tokens = tuple(output.outputs[0].token_ids)
             pipe.send((int(output.request_id), tokens, output.num_cached_tokens or 0, output.finished))
     engine.engine_core.shutdown()
