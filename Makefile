@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 # Compiled once, not in each of the thousand processes that tests start.
 export PYTHONDONTWRITEBYTECODE :=
-EXTRAS := hf,llamacpp,onnx,onnx-export,knowledge,redis,s3,langchain,llamaindex,bench,dev
+EXTRAS := hf,llamacpp,onnx,onnx-export,knowledge,redis,s3,bench,dev
+PACKAGES := contrib/langchain-rekindle contrib/llama-index-rekindle
 
 .PHONY: help setup clients test-clients test-llamacpp test-fleet engines demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server test-page screenshots clean
 
@@ -16,8 +17,8 @@ help:  ## show this list
 setup: $(STAMP)  ## .venv, dependencies, default models; quiet, and quick when there is nothing to do
 	@$(BIN)/rekindle pull smollm2 minilm > /dev/null
 
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) tools/install.py $(EXTRAS)
+$(STAMP): pyproject.toml constraints.txt $(wildcard contrib/*/pyproject.toml)
+	@$(PYTHON) tools/install.py $(EXTRAS) $(PACKAGES)
 	@touch $@ $(DEMO)
 
 $(DEMO): pyproject.toml constraints.txt
@@ -39,7 +40,7 @@ test-long: setup  ## what takes too long for every change: sweeps over every cal
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive or (long and not docs)"
 
 # LlamaIndex's OpenAI client does not go together with our transformers and openai: the clients have an environment of
-# their own, and talk to the server only. The frameworks themselves are in ours, for the adapters.
+# their own, and talk to the server only. The frameworks themselves are in ours, for contrib/.
 clients: $(VENV)/.clients  ## the OpenAI clients of LangChain and LlamaIndex, for the examples of the guide
 
 $(VENV)/.clients: | $(STAMP)
@@ -91,8 +92,8 @@ soak-server: $(STAMP)  ## half an hour of random requests, and clients that leav
 	@SOAK_SECONDS=$${SOAK_SECONDS:-1800} $(BIN)/python -m pytest -q -s tests/server/test_soak.py
 
 lint: $(STAMP)  ## ruff, mypy --strict, import layers
-	@$(BIN)/ruff check --quiet src tests tools benchmarks
-	@$(BIN)/ruff format --quiet --check src tests tools benchmarks
+	@$(BIN)/ruff check --quiet src tests tools benchmarks contrib
+	@$(BIN)/ruff format --quiet --check src tests tools benchmarks contrib
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports > .import-linter.log || (cat .import-linter.log; exit 1)
 
@@ -113,4 +114,4 @@ reference: $(STAMP)  ## rewrite docs/reference from the code
 
 clean:  ## remove .venv and everything generated; pulled models stay (rekindle rm removes them)
 	rm -rf $(VENV) .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .import-linter.log dist build
-	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools benchmarks contrib -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -78,6 +78,6 @@ def _frames(blob: bytes, spec: LayerSpec, delta: bool) -> list[bytes]:
         planes = open_planes(blob, PlanesSpec(DELTA_MAGIC, np.dtype(np.uint32), spec.shape, spec.tokens))
         edges = [edge for group in planes.frames for half in group for edge in half]
         return [blob[start:stop] for start, stop in edges if stop > start]
-    places = locate_parts([blob], "difference" if delta else "whole", spec)
-    parts = [places.sides[0].tolist(), *places.frames[0].reshape(-1, 2).tolist()]
-    return [blob[start : start + size] for start, size in parts]
+    places = locate_parts(blob, "difference" if delta else "whole", spec)
+    frames = [blob[frame.start : frame.stop] for group in places.groups for frame in group.halves]
+    return [blob[places.side_start : places.side_stop], *frames]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.adapters.data import read_adapters
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, interval, rotated, scratch, until_time_is_up
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, Units, about, interval, rotated, scratch
 from benchmarks.data import texts
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
@@ -57,6 +57,8 @@ _ORIGINS = {  # the reuse, and bytes a second of the link
 }
 
 Job = Callable[[], tuple[float, bool]]  # the seconds it took, and whether something was reused
+Turn = dict[str, tuple[float, bool]]  # of each job
+Group = Callable[[Engine, BenchOptions, int], AbstractContextManager[dict[str, Job]]]
 COMPUTING = "computing"
 
 
@@ -84,38 +86,47 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     on_cpu = engine.device == "cpu"
     sizes = QUICK_SIZES if options.quick else SIZES if on_cpu else ACCELERATOR_SIZES
     rows: list[SlowerRow] = []
-    parts = {"prefixes": _prefixes, "chunks": _chunks, "drafts": _drafts, "deltas": _deltas, "remote KV": _remote}
+    groups = {"prefixes": _prefixes, "chunks": _chunks, "drafts": _drafts, "deltas": _deltas, "remote KV": _remote}
     largest = min(options.tokens or sizes[-1], engine.context_tokens - 4 * _ENDING - _REPLY)
-    with until_time_is_up(rows):
-        for size in (one for one in sizes if one <= largest):
-            for name, opened in list(parts.items())[: 3 if options.quick else None]:
-                advance(f"{name}, {size} tokens")
-                with opened(engine, options, size) as jobs:
-                    rows += _rows(jobs, size, options)
-    report = Report("slower", fields={**about(engine, options), "largest_tokens": max(row.tokens for row in rows)})
+    units = Units("slower", options, about(engine, options), advance)
+    for size in (one for one in sizes if one <= largest):
+        for name, opened in list(groups.items())[: 3 if options.quick else None]:
+            begin = partial(_turns, opened, engine, options, size)
+            rows += _rows(units.steps(f"{name}, {size} tokens", Turn, options.rounds(15), begin), size, options)
+    engine.close()
+    report = units.report()
+    report.fields |= {"largest_tokens": max((row.tokens for row in rows), default=None)}
     report.fields |= {"rows": [asdict(row) for row in rows], "failures": sum(row.fails for row in rows)}
     report.rows += [_table_row(row) for row in rows]
-    engine.close()
     return report
 
 
-def _rows(jobs: Mapping[str, Job], size: int, options: BenchOptions) -> list[SlowerRow]:
-    """Every job against computing, after one turn that does not count."""
-    done: dict[str, list[tuple[float, bool]]] = {name: [] for name in jobs}
-    for turn in range(options.rounds(15) + 1 if jobs else 0):
-        for name in rotated(list(jobs), turn):
-            done[name].append(jobs[name]())
-    computing = [seconds for seconds, _ in done.pop(COMPUTING, [])[1:]]
+@contextmanager
+def _turns(opened: Group, engine: Engine, options: BenchOptions, size: int) -> Iterator[Callable[[int], Turn]]:
+    """Every job of a group once a turn, after one turn that does not count."""
+    with opened(engine, options, size) as jobs:
+
+        def measure(turn: int) -> Turn:
+            return {name: jobs[name]() for name in rotated(list(jobs), turn)}
+
+        measure(0)
+        yield measure
+
+
+def _rows(turns: Sequence[Turn], size: int, options: BenchOptions) -> list[SlowerRow]:
+    """Every job against computing."""
+    computing = [turn[COMPUTING][0] for turn in turns if turn]
     found = []
-    for name, measured in done.items():
-        ours = [seconds for seconds, _ in measured[1:]]
+    for name in (name for name in (turns[0] if turns else ()) if name != COMPUTING):
+        measured = [turn[name] for turn in turns]
+        ours = [seconds for seconds, _ in measured]
         ratios = np.array(ours) / np.array(computing)
         draws = np.random.default_rng(options.seed).integers(0, len(ratios), (_SAMPLES, len(ratios)))
         low, high = interval(np.median(ratios[draws], axis=1))
         loss_ms = 1e3 * statistics.median(a - b for a, b in zip(ours, computing, strict=True))
         mechanism, _, request = name.rpartition(", ")
         medians = statistics.median(ours), statistics.median(computing), float(np.median(ratios))
-        reused = statistics.fmean(some for _, some in measured[1:])
+        reused = statistics.fmean(some for _, some in measured)
         fails = low > MAX_RATIO and loss_ms > MAX_LOSS_MS
         found.append(SlowerRow(mechanism, request, size, len(ours), *medians, (low, high), loss_ms, reused, fails))
     return found

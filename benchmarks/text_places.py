@@ -15,11 +15,11 @@ import psutil
 
 from benchmarks.base import Advance, BenchOptions, Report, TableRow, repeat, scratch
 from benchmarks.synthetic import KV_SPACE, keep
-from rekindle.core.fingerprints import Fingerprints
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import Span
 from rekindle.store.folder import CATALOG
 from rekindle.store.settings import StoreSettings
+from rekindle.store.text_index import Fingerprints
 from rekindle.store.tiered import TieredStore
 
 PLACES, PROMPT = 1_000_000, 32_768

@@ -12,7 +12,9 @@ def daemons(runtime: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "rekindle.daemon" in process.cmdline() and process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
+            if "rekindle.daemon.process" not in process.cmdline():
+                continue
+            if process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
                 found.append(process)
         except psutil.Error:
             continue

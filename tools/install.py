@@ -1,4 +1,6 @@
-"""Makes .venv and installs the package into it, with a line for each step: `python tools/install.py EXTRAS`.
+"""Makes .venv and installs the package into it, a line for each step: `python tools/install.py EXTRAS [FOLDER]...`.
+
+Each FOLDER has another package, as in contrib/.
 
 Runs before anything is installed: on any Python, with the standard library alone.
 """
@@ -13,7 +15,7 @@ import time
 from pathlib import Path
 
 VENV = Path(".venv")
-PIP = ("pip", "install", "--disable-pip-version-check", "--no-compile", "-c", "constraints.txt", "-e")
+PIP = ("pip", "install", "--disable-pip-version-check", "--no-compile", "-c", "constraints.txt")
 PACKAGE = re.compile(r"\s*(?:Downloading|Using cached) (\w+)-\S+ (\(.*\))")
 
 
@@ -26,7 +28,8 @@ def main() -> None:
     python = VENV / "bin" / "python"
     if not python.exists():
         run(f"environment {VENV}", [sys.executable, "-m", "venv", str(VENV)])
-    run("packages", [str(python), "-m", *PIP, f".[{sys.argv[1]}]"])
+    own = [part for folder in (f".[{sys.argv[1]}]", *sys.argv[2:]) for part in ("-e", folder)]
+    run("packages", [str(python), "-m", *PIP, *own])
 
 
 def run(title: str, command: list[str]) -> None:

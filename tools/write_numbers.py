@@ -57,7 +57,7 @@ MEASURED = {
     "fleet": "vllm store codec core",
 }
 
-MAX_ROWS = 10
+MAX_ROWS = 9
 # The rows of a bench that the page shows, by the name of the measure; all of them where nothing is said.
 HEADLINES = {
     "prefix": """1000+20, new process, disk / floor; 1000+20, cold / disk; partial *; same greedy text""",
@@ -68,15 +68,14 @@ HEADLINES = {
     "text": """search *; size *""",
     "answers": """none; kv-only; percache; ours-verified; ours-direct; ours-verified below *; ours-direct below *;
         verified text *; idle work *, raised; near misses *; questions in other words *; labelled *""",
-    "adapters": """S1, prefix:*; S1, ours:*; S1, exact:*; S1, mobilora:*; first token sooner *; bits *; most likely *;
-        KL, median *; within *; differences, *""",
+    "adapters": """S1, ours:*; first token sooner *; bits *; KL, median *; differences, *""",
     "policies": """*, lru; *, utility; *, mobilora""",
     "warmstart": """shown: * [35]0%, *""",
     "stream": """ideal overlap *; fixed hybrid *; bidirectional / ours; sooner of *; our schedule *; error of *;
-        origin: *; context tokens: 768; busy cores: 2""",
+        origin: slow; context tokens: 2048; busy cores: 2""",
     "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",
     "sparse": """8,064 tokens, density=0.5; 32,768 tokens, density=0.[15]; schedules *""",
-    "slower": """*, 256 tokens, later""",
+    "slower": """prefix from disk, *, later; chunks, *, later; wrong drafts, 1,024 *, later; remote KV, slow *""",
     "agents": """restart: *; swap: *; sub-agents: *; all: *""",
     "fleet": """*LMCache*: first token; restarted, vLLM*: first token; *LMCache*: hit share; bytes flipped, *;
         worker killed, *; tiers hang, *""",
@@ -134,7 +133,7 @@ def keep(result: dict[str, Any]) -> None:
     engine = "" if result.get("engine", "hf") == "hf" else f"-{result['engine']}"
     shape = f"-{result['shape']}" if result["bench"] == "adapters" and "shape" in result else ""
     dirty = " with changes" if _git("status", "--porcelain", "--", "src", "benchmarks").stdout.strip() else ""
-    commit = f"{_git('rev-parse', '--short', 'HEAD').stdout.strip() or 'none'}{dirty}"
+    commit = result.get("commit") or f"{_git('rev-parse', '--short', 'HEAD').stdout.strip() or 'none'}{dirty}"
     path = KEPT / f"{result['bench']}{engine}{shape}-{device}.json"
     path.write_text(json.dumps({**result, "commit": commit}, indent=1) + "\n", "utf-8")
 
@@ -168,7 +167,7 @@ def section(bench: str) -> str:
     """One bench: its charts, where each file comes from, its main rows."""
     found = {stem: result for stem, result in kept().items() if result["bench"] == bench}
     drawn = [f"![{stem}](numbers/{stem}.png)" for stem in found if bench in BENCHES]
-    sources = [f"- [{stem}.json](numbers/{stem}.json): {when(stem)}; `{one['command']}`" for stem, one in found.items()]
+    sources = [f"- [{stem}.json](numbers/{stem}.json): {when(stem)}; {commands(one)}" for stem, one in found.items()]
     rows = [
         ({"on": stem.removeprefix(f"{bench}-")} if len(found) > 1 else {}) | row
         for stem, result in found.items()
@@ -176,6 +175,13 @@ def section(bench: str) -> str:
         if any(fnmatchcase(row["measure"], wanted) for wanted in headlines(bench))
     ]
     return "\n".join([f"## {bench}", "", *drawn, *[""] * bool(drawn), *sources, "", table(rows[:MAX_ROWS]), ""])
+
+
+def commands(result: dict[str, Any]) -> str:
+    """What measured it: one run, or several whose units were put together."""
+    runs = result.get("measured_by", ())
+    listed = "; ".join(f"`{command}`" for command in dict.fromkeys(run["command"] for run in runs))
+    return f"pooled from {len(runs)} runs: {listed}" if runs else f"`{result['command']}`"
 
 
 def headlines(bench: str) -> list[str]:

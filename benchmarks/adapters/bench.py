@@ -8,16 +8,17 @@ deltas      what a difference takes, and how near the answers are to the exact o
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.adapters import quality
 from benchmarks.adapters.data import Material, encoded, read_adapters, read_material
-from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Watch, answer_all, open_runs
-from benchmarks.adapters.report import ScenarioResult, add_rows
+from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Replies, Watch, answer_all, open_runs
+from benchmarks.adapters.report import ModeResult, ScenarioResult, add_rows
 from benchmarks.adapters.shape import run_shape
 from benchmarks.adapters.workload import (
     CONTEXTS,
@@ -30,7 +31,7 @@ from benchmarks.adapters.workload import (
     make_contexts,
     make_workload,
 )
-from benchmarks.base import Advance, BenchOptions, Report, about, scratch, until_time_is_up
+from benchmarks.base import Advance, BenchOptions, Report, Units, about
 from benchmarks.baselines.peft_generate import PeftGenerate
 from benchmarks.models import load
 from rekindle.engine.base import Engine
@@ -58,16 +59,18 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             started = time.perf_counter()
             coder = quality.calibrate(engine, advance)
             return quality.report_calibration(engine, coder, time.perf_counter() - started)
-        report = Report("adapters", fields=_about(engine, options, known, material))
-        bench = _AdapterBench(engine, options, known, material, advance)
-        deltas = bench.deltas()  # first: what it calibrates is used by what follows
-        results: list[ScenarioResult] = []
-        with until_time_is_up(results):
-            for number in range(QUICK_SCENARIOS if options.quick else len(SCENARIOS)):
-                results.append(bench.scenario(number))
+        units = Units("adapters", options, _about(engine, options, known, material), advance)
+        bench = _AdapterBench(engine, options, known, material, units)
+        deltas = units.one("deltas", dict[str, Any], bench.deltas) or quality.unmeasured("the time was up")
+        scenarios = range(QUICK_SCENARIOS if options.quick else len(SCENARIOS))
+        results = [one for one in map(bench.scenario, scenarios) if one is not None]
     finally:
         engine.close()
-    add_rows(report, results, deltas)
+    report = units.report()
+    if results:
+        add_rows(report, results, deltas)
+    else:
+        report.fields |= {"scenarios": [], **deltas}
     return report
 
 
@@ -94,11 +97,11 @@ class _AdapterBench:
         options: BenchOptions,
         known: list[RegisteredAdapter],
         material: Material,
-        advance: Advance,
+        units: Units,
     ) -> None:
         if not engine.capabilities.adapters:
             raise InvalidSetting(f"{engine.name} takes no adapters with this engine.")
-        self._engine, self._options, self._known, self._advance = engine, options, known, advance
+        self._engine, self._options, self._known, self._units = engine, options, known, units
         self._peft = PeftGenerate(engine, known) if isinstance(engine, HfEngine) else None
         self._material = material
         random = np.random.default_rng(options.seed)
@@ -115,23 +118,33 @@ class _AdapterBench:
         loras = {adapter.name: read_adapter(adapter.path, adapter.scale) for adapter in self._known}
         texts = [context.tokens for context in contexts]
         return quality.measure_deltas(
-            self._engine, loras, texts, self._options.seed, self._advance, quick=self._options.quick
+            self._engine, loras, texts, self._options.seed, self._units.advance, quick=self._options.quick
         )
 
-    def scenario(self, number: int) -> ScenarioResult:
-        """All modes on the requests of one scenario."""
+    def scenario(self, number: int) -> ScenarioResult | None:
+        """All modes on the requests of one scenario; None if none of those that count was asked."""
         workload = self._workload(number, SCENARIOS[number])
+        name = workload.scenario.name
         working_set_bytes = workload.working_set_tokens * self._engine.layout.token_bytes
         limit_bytes = int(working_set_bytes * LIMIT_SHARE)
-        modes = [mode for mode in MODES if mode.everywhere or workload.scenario.name in ALL_MODES]
+        modes = [mode for mode in MODES if mode.everywhere or name in ALL_MODES]
         own = [adapter for adapter in self._known if adapter.name in workload.adapters]
-        with (
-            scratch() as folder,
-            open_runs(self._engine, self._peft, modes, own, Path(folder), limit_bytes) as runs,
-            Watch() as watch,
-        ):
-            seconds = answer_all(runs, workload, watch, lambda part: self._advance(f"{workload.scenario.name}: {part}"))
-            return ScenarioResult.of(workload, runs, working_set_bytes, limit_bytes, seconds)
+
+        @contextmanager
+        def requests() -> Iterator[Callable[[int], Replies]]:
+            quality.coder_in_use(self._engine, self._units.advance, quick=self._options.quick)
+            with (
+                self._units.kept(name) as folder,
+                open_runs(self._engine, self._peft, modes, own, folder, limit_bytes) as runs,
+                Watch() as watch,
+            ):
+                yield lambda number: answer_all(runs, workload, number, watch, self._units.advance)
+
+        replies = self._units.steps(name, Replies, len(workload.asks), requests)
+        if len(replies) <= workload.filling:
+            return None
+        served = {mode.name: ModeResult.of(mode, replies, workload.filling) for mode in modes}
+        return ScenarioResult(workload, served, working_set_bytes, limit_bytes)
 
     def _workload(self, number: int, scenario: Scenario) -> AppWorkload:
         random = np.random.default_rng((self._options.seed, number))

@@ -7,10 +7,10 @@ engine: the folder is all there is, so what it takes is what a mode takes.
 from __future__ import annotations
 
 import threading
-import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,13 @@ class AdapterReply:
     tokens: tuple[int, ...]  # of the reply
     used_bytes: int  # of the folder, afterwards
     miss: str | None = None  # why not more was reused, as `Reuse` has it
+    peak_bytes: int = 0  # of the folder, so far
+    accounted_bytes: int = 0  # the most that the stores themselves thought they take, with what was reserved
+    bytes_per_token: float | None = None  # of what is kept
+    lost: Mapping[str, int] = field(default_factory=dict)  # what went since the request before, or was not taken
+
+
+Replies = dict[str, AdapterReply | str]  # to one request in each mode, or why a mode does not run
 
 
 @dataclass
@@ -95,23 +102,21 @@ class ModeRun:
     sessions: dict[str, Session] = field(default_factory=dict)
     peft: PeftGenerate | None = None
     reason: str | None = None
-    filled: list[AdapterReply] = field(default_factory=list)
-    answers: list[AdapterReply] = field(default_factory=list)
     peak_bytes: int = 0
-    accounted_bytes: int = 0  # the most that the stores themselves thought they take, with what was reserved
+    accounted_bytes: int = 0
     states_lost: int = 0
+    _lost: Counter[str] = field(default_factory=Counter)
 
     @property
     def ready(self) -> bool:
         """Whether it can be asked."""
         return self.peft is not None or bool(self.sessions)
 
-    def ask(self, ask: AdapterRequest, *, measured: bool) -> None:
+    def ask(self, ask: AdapterRequest) -> AdapterReply:
         """Let an app's request be answered, then wait until everything is kept."""
-        answer = self._ask_session(ask) if self.peft is None else _ask_peft(self.peft, ask)
-        (self.answers if measured else self.filled).append(answer)
-
-    def _ask_session(self, ask: AdapterRequest) -> AdapterReply:
+        if self.peft is not None:
+            seconds, tokens = self.peft.generate(ask.adapter, ask.prompt, REPLY_TOKENS)
+            return AdapterReply(ask.kind, seconds, len(ask.prompt), 0, tokens, 0, "off")
         session = self.sessions[ask.adapter]
         if self.mode.caches:
             self._set_app_states(ask)
@@ -121,7 +126,8 @@ class ModeRun:
         self.look()
         self.accounted_bytes = max(self.accounted_bytes, sum(used_bytes(store.disk) for store in self._stores()))
         ttft, used = reply.timings.first_token_seconds, folder_bytes(self.folder)
-        return AdapterReply(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
+        answer = AdapterReply(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
+        return replace(answer, peak_bytes=self.peak_bytes, accounted_bytes=self.accounted_bytes, **self._kept())
 
     def _set_app_states(self, ask: AdapterRequest) -> None:
         for app, state in ask.changes:
@@ -139,17 +145,18 @@ class ModeRun:
         """Look how much the folder takes now."""
         self.peak_bytes = max(self.peak_bytes, folder_bytes(self.folder))
 
-    def kept(self) -> dict[str, Any]:
-        """What it holds in the end, and what went or was not taken."""
+    def _kept(self) -> dict[str, Any]:
+        """What it holds now, and what went or was not taken since it was asked before."""
         held = [summary(store.disk) for store in self._stores()]
         tokens = sum(one["tokens"] for one in held)
         writers = [session.cache.writer for session in set(self.sessions.values())]
-        return {
-            "bytes_per_token": sum(one["bytes"] for one in held) / tokens if tokens else None,
-            "evicted_bytes": sum(sum(store.disk.room.evicted_bytes.values()) for store in self._stores()),
-            "refused": sum(writer.outcomes["refused"] for writer in writers if writer is not None),
-            "states_lost": self.states_lost,
-        }
+        lost = Counter(
+            evicted_bytes=sum(sum(store.disk.room.evicted_bytes.values()) for store in self._stores()),
+            refused=sum(writer.outcomes["refused"] for writer in writers if writer is not None),
+            states_lost=self.states_lost,
+        )
+        since, self._lost = {name: lost[name] - self._lost[name] for name in lost}, lost
+        return {"bytes_per_token": sum(one["bytes"] for one in held) / tokens if tokens else None, "lost": since}
 
     def open(self, engine: Engine, adapters: Sequence[RegisteredAdapter], limit_bytes: int) -> None:
         """Open its sessions, with the adapters loaded. Raises what sessions raise."""
@@ -170,11 +177,6 @@ class ModeRun:
         for session in set(self.sessions.values()):
             session.close()
         self.sessions, self.peft = {}, None
-
-
-def _ask_peft(peft: PeftGenerate, ask: AdapterRequest) -> AdapterReply:
-    seconds, tokens = peft.generate(ask.adapter, ask.prompt, REPLY_TOKENS)
-    return AdapterReply(ask.kind, seconds, len(ask.prompt), 0, tokens, 0, "off")
 
 
 @contextmanager
@@ -238,18 +240,15 @@ class Watch:
         self._thread.join()
 
 
-def answer_all(runs: Sequence[ModeRun], workload: AppWorkload, watch: Watch, advance: Advance) -> float:
-    """Every request in every run, the runs in turns, each time another one first; the seconds it took.
+def answer_all(runs: Sequence[ModeRun], workload: AppWorkload, number: int, watch: Watch, advance: Advance) -> Replies:
+    """One request in every run, in turns, each time another one first.
 
     What fills the caches is not asked where nothing is kept.
     """
-    started = time.perf_counter()
-    asks, filling = workload.asks, workload.filling
-    ready = [run for run in runs if run.ready]
-    for number, ask in enumerate(asks):
-        for run in rotated(ready, number):
-            if number >= filling or run.mode.caches:
-                advance(f"request {number + 1} of {len(asks)}, {run.mode.name}")
-                with watch.over(run):
-                    run.ask(ask, measured=number >= filling)
-    return time.perf_counter() - started
+    replies: Replies = {run.mode.name: run.reason for run in runs if run.reason is not None}
+    for run in rotated([run for run in runs if run.ready], number):
+        if number >= workload.filling or run.mode.caches:
+            advance(f"request {number + 1} of {len(workload.asks)}, {run.mode.name}")
+            with watch.over(run):
+                replies[run.mode.name] = run.ask(workload.asks[number])
+    return replies

@@ -138,7 +138,7 @@ def _ask(store: TieredStore, ask: AdapterRequest) -> int:
     match = store.lookup(kv_space, ask.prompt)
     if match.length:
         store.record_use(match, saved_ms=float(match.length))
-    gap = store.gap(kv_space, ask.prompt)
+    gap = match.gap()
     if gap is not None:
         empty = np.zeros((4, len(gap), 512), np.float16)  # [kv_heads, tokens, dim]
         store.keep(kv_space, ask.prompt, Kv(gap, LAYOUT, (LayerKv(empty, empty),)), app=app_ref)

@@ -20,7 +20,7 @@ from benchmarks.adapters.modes import (
     UTILITY,
     AdapterReply,
     CacheMode,
-    ModeRun,
+    Replies,
 )
 from benchmarks.adapters.workload import AppWorkload, Kind
 from benchmarks.base import Report, TableRow, known, mean
@@ -46,15 +46,31 @@ class ModeResult:
     reason: str | None
     answers: tuple[AdapterReply, ...]
     filled: tuple[AdapterReply, ...]
-    peak_bytes: int
-    accounted_bytes: int
-    kept: Mapping[str, Any]
 
     @classmethod
-    def of(cls, run: ModeRun) -> ModeResult:
-        """What a run has to tell, before it is closed."""
-        answers, filled = tuple(run.answers), tuple(run.filled)
-        return cls(run.mode, run.reason, answers, filled, run.peak_bytes, run.accounted_bytes, run.kept())
+    def of(cls, mode: CacheMode, replies: Sequence[Replies], filling: int) -> ModeResult:
+        """What a mode said to each request."""
+        found = [reply.get(mode.name) for reply in replies]
+        answered = [
+            [one for one in some if isinstance(one, AdapterReply)] for some in (found[:filling], found[filling:])
+        ]
+        reason = next((one for one in found if isinstance(one, str)), None)
+        return cls(mode, reason, tuple(answered[1]), tuple(answered[0]))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the folder took."""
+        return max((reply.peak_bytes for reply in (*self.filled, *self.answers)), default=0)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What it holds in the end, and what went or was not taken."""
+        replies = [*self.filled, *self.answers]
+        lost = Counter[str]()
+        for reply in replies:
+            lost.update(reply.lost)
+        accounted = max(reply.accounted_bytes for reply in replies)
+        return {"accounted_bytes": accounted, "bytes_per_token": replies[-1].bytes_per_token, **lost}
 
     def mean_ttft_s(self, kind: Kind | None = None) -> float | None:
         """Of the measured requests, or those of one kind; None of none."""
@@ -69,16 +85,6 @@ class ScenarioResult:
     served: Mapping[str, ModeResult]
     working_set_bytes: int
     limit_bytes: int
-    seconds: float
-
-    @classmethod
-    def of(
-        cls, workload: AppWorkload, runs: Sequence[ModeRun], working_set_bytes: int, limit_bytes: int, seconds: float
-    ) -> ScenarioResult:
-        """All runs."""
-        return cls(
-            workload, {run.mode.name: ModeResult.of(run) for run in runs}, working_set_bytes, limit_bytes, seconds
-        )
 
     def ttft_s(self, mode: str) -> float | None:
         """The mean of a mode; None if it was not measured."""
@@ -143,7 +149,7 @@ def _scenario_of(result: ScenarioResult) -> dict[str, Any]:
         "input_tokens": work.scenario.input_tokens,
         "usage": work.usage,
         "apps": len({ask.app for ask in work.asks}),
-        "requests": len(work.measured),
+        "requests": max(len(served.answers) for served in result.served.values()),
         "filling": work.filling,
         "prompt_tokens": statistics.mean(len(ask.prompt) for ask in work.measured),
         "pairs": len({(ask.adapter, ask.prompt[:32]) for ask in work.asks}),
@@ -154,7 +160,6 @@ def _scenario_of(result: ScenarioResult) -> dict[str, Any]:
         "best_baseline": result.best,
         "reduction_vs_best": result.reduction(OURS, result.best),
         "lossless_ratio": result.ratio(EXACT),
-        "seconds": result.seconds,
     }
 
 
@@ -176,7 +181,6 @@ def _row_of(result: ScenarioResult, mode: CacheMode) -> dict[str, Any]:
         "requests": len(answers),
         "misses": dict(Counter(answer.miss for answer in answers if answer.miss is not None)),
         "peak_bytes": served.peak_bytes,
-        "accounted_bytes": served.accounted_bytes,
         "limit_bytes": result.limit_bytes,
         **served.kept,
         "equal_share": mean([float(a.tokens == b.tokens) for a, b in zip(answers, theirs, strict=False)]),

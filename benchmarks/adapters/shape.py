@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, interleave, paired_ratio
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, Units, interleave, paired_ratio
 from benchmarks.models import settle
 from benchmarks.shapes import build
 from rekindle.codec.coder import Coder, decode
@@ -107,12 +107,15 @@ def run_shape(options: BenchOptions, advance: Advance) -> Report:
     advance("build the model")
     engine = build(options.shape, options.device, options.dtype, options.seed)
     tokens = min(QUICK_TOKENS if options.quick else TOKENS, engine.context_tokens)
-    report = Report("adapters", fields={"model": engine.name, "device": engine.device, "dtype": engine.layout.dtype})
+    about = {"model": engine.name, "device": engine.device, "dtype": engine.layout.dtype}
+    units = Units("adapters", options, about, advance)
     try:
-        bench = _ShapeBench(engine, tokens, options.seed, advance)
-        found = {"shape": options.shape, "tokens": tokens, "seed": options.seed, **bench.measure(options.rounds(9))}
+        bench = _ShapeBench(engine, tokens, options.seed, units.advance)
+        measured = units.one("differences", dict[str, Any], lambda: bench.measure(options.rounds(9)))
     finally:
         engine.close()
+    report = units.report()
+    found = {"shape": options.shape, "tokens": tokens, "seed": options.seed, **(measured or {})}
     reason = "random weights say nothing about answers"
     report.fields |= {"rows": [], "rows_reason": reason, **found}
     _add_rows(report, found)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.answers import foresight, guard, schedule
 from benchmarks.answers.report import AnswerResults, UserResults, add_rows, measure_storage
 from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun, people, stream
-from benchmarks.base import Advance, BenchOptions, Report, TimeIsUp, about, rotated, scratch, until_time_is_up
+from benchmarks.base import Advance, BenchOptions, Report, Units, about, known, rotated, scratch
 from benchmarks.models import load
 from benchmarks.personal import Person, PersonalSet, personal_sets
 from rekindle.engine.base import Engine
@@ -39,6 +41,8 @@ WARM_PASSAGES, QUICK_WARM_PASSAGES = 160, 4
 _LIMIT_BYTES = 40 << 30
 _MAX_FORESEEN = 1000
 
+Fields = dict[str, Any]
+
 
 def run(options: BenchOptions, advance: Advance) -> Report:
     """Measure everything."""
@@ -48,26 +52,31 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     chosen = [some for some in sets if some.name in SETS] or sets
     advance("load the model")
     engine = load(options)
+    fields = {"top_k": TOP_K, "new_tokens": NEW_TOKENS, "stride": STRIDE}
+    units = Units("answers", options, about(engine, options) | fields, advance)
+    first = chosen[:1] if options.quick else chosen
+    users = people(first, options.users or USERS)
     try:
-        measured: list[UserResults] = []
-        scheduled = None
-        users = people(chosen[:1] if options.quick else chosen, options.users or USERS)
-        with until_time_is_up(measured):
-            for name, person in users:
-                with scratch() as folder:
-                    measured.append(_Person(engine, options, name, person, Path(folder), advance).measure())
-            scheduled = None if options.quick else _schedule(engine, users[0][1], advance)
-        fields = {**about(engine, options), "top_k": TOP_K, "new_tokens": NEW_TOKENS, "stride": STRIDE}
+        measure = partial(_user, engine, options, advance=units.advance)
+        each = [(f"{name}, user {person.name}", partial(measure, name, person)) for name, person in users]
+        measured = known([units.one(name, UserResults, job) for name, job in each])
+        schedule = partial(_schedule, engine, users[0][1], units.advance)
+        scheduled = None if options.quick else units.one("scheduler", Fields, schedule)
     finally:
         engine.close()
-    guarded: dict[str, Any] = {}
-    foreseen: list[dict[str, Any]] = []
-    with suppress(TimeIsUp):
-        guarded, foreseen = _without_model(options, chosen[:1] if options.quick else chosen, advance)
-    report = Report("answers", fields=fields)
-    found = AnswerResults(measured, scheduled, guarded, foreseen)
-    add_rows(report, found)
+    guarded = units.one("guard", Fields, partial(_guard, options, first, units.advance)) or {}
+    foreseen = units.one("foresight", list[Fields], partial(_foresight, options, first, units.advance)) or []
+    report = units.report()
+    if measured:
+        add_rows(report, AnswerResults(measured, scheduled, guarded, foreseen))
+    else:
+        report.fields |= {"scheduler": scheduled, "guard": guarded, "foresight": foreseen}
     return report
+
+
+def _user(engine: Engine, options: BenchOptions, name: str, person: Person, advance: Advance) -> UserResults:
+    with scratch() as folder:
+        return _Person(engine, options, name, person, Path(folder), advance).measure()
 
 
 def _schedule(engine: Engine, person: Person, advance: Advance) -> dict[str, Any]:
@@ -75,20 +84,29 @@ def _schedule(engine: Engine, person: Person, advance: Advance) -> dict[str, Any
         return schedule.measure(engine, person, Path(folder), advance)
 
 
-def _without_model(
-    options: BenchOptions, sets: list[PersonalSet], advance: Advance
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the guard lets through, and what is foreseen."""
-    threshold = Settings().similarity_threshold
+@contextmanager
+def _knowledge() -> Iterator[Knowledge]:
+    """A library without a model."""
     with scratch() as folder:
         knowledge = Knowledge(Settings(library=folder, cache="off"), lambda *_, **__: None)
         try:
-            guarded = guard.measure(sets, knowledge, threshold, advance)
-            guarded |= guard.measure_pairs(options.pairs, knowledge.embedder(), threshold)
-            users = USERS if options.quick else FORESIGHT_USERS
-            return guarded, foresight.measure(sets, knowledge, users, advance)
+            yield knowledge
         finally:
             knowledge.close()
+
+
+def _guard(options: BenchOptions, sets: list[PersonalSet], advance: Advance) -> Fields:
+    """What the guard lets through."""
+    threshold = Settings().similarity_threshold
+    with _knowledge() as knowledge:
+        found = guard.measure(sets, knowledge, threshold, advance)
+        return found | guard.measure_pairs(options.pairs, knowledge.embedder(), threshold)
+
+
+def _foresight(options: BenchOptions, sets: list[PersonalSet], advance: Advance) -> list[Fields]:
+    """What is foreseen."""
+    with _knowledge() as knowledge:
+        return foresight.measure(sets, knowledge, USERS if options.quick else FORESIGHT_USERS, advance)
 
 
 class _Person:
@@ -121,7 +139,9 @@ class _Person:
                 run.close()
         questions = [question.text for question in self._person.questions]
         stored = measure_storage(self._engine, self._folder / VERIFIED, questions)
-        return UserResults(self._name, self._person.name, asked, runs, stored, self._near)
+        results = {run.way.name: run.results for run in runs}
+        idle_flop = {run.way.name: run.idle_flop for run in runs}
+        return UserResults(self._name, self._person.name, asked, results, idle_flop, stored, self._near)
 
     @staticmethod
     def _nearest(runs: list[WayRun], question: str) -> dict[str, float]:

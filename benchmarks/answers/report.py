@@ -22,7 +22,6 @@ from benchmarks.answers.ways import (
     WAYS,
     AnswerResult,
     Asked,
-    WayRun,
 )
 from benchmarks.base import Report, TableRow, interval
 from benchmarks.quality import rouge_l
@@ -46,17 +45,14 @@ class UserResults:
     set: str
     user: str
     asked: list[Asked]
-    runs: list[WayRun]
+    results: dict[str, list[AnswerResult]]  # of each way
+    idle_flop: dict[str, float]
     storage: list[dict[str, Any]]  # how much KV is known, by room
     near: list[dict[str, float]]  # of each question: how near was one foreseen, by source
 
-    def results(self, name: str) -> list[AnswerResult]:
-        """The results of one way."""
-        return next(run.results for run in self.runs if run.way.name == name)
-
     def mean(self, name: str) -> float:
         """The mean latency of a way."""
-        return statistics.fmean(one.seconds for one in self.results(name))
+        return statistics.fmean(one.seconds for one in self.results[name])
 
     def is_false(self, place: int, one: AnswerResult, score: TextScore | None) -> bool:
         """Whether a stored answer was given that answers another question.
@@ -72,11 +68,11 @@ class UserResults:
             return asked.gold is None or asked.gold not in golds
         if asked.gold is None or score is None:
             return asked.gold is None
-        return score(asked.gold, one.text) < score(asked.gold, self.results(NONE)[place].text)
+        return score(asked.gold, one.text) < score(asked.gold, self.results[NONE][place].text)
 
     def against_none(self, name: str) -> dict[str, float]:
         """The mean latency of a way over that of computing, with an interval over the questions, 95 %."""
-        pairs = np.array([(a.seconds, b.seconds) for a, b in zip(self.results(name), self.results(NONE), strict=True)])
+        pairs = np.array([(a.seconds, b.seconds) for a, b in zip(self.results[name], self.results[NONE], strict=True)])
         draws = pairs[np.random.default_rng(0).integers(0, len(pairs), (_RESAMPLES, len(pairs)))].sum(axis=1)
         low, high = interval(draws[:, 0] / draws[:, 1])
         return {"mean": self.mean(name) / self.mean(NONE), "low": low, "high": high}
@@ -101,7 +97,7 @@ def add_rows(report: Report, found: AnswerResults) -> None:
     safe = [row["mode"] for row in rows if not _is_ours(row["mode"]) and not row["false_hits"]]
     every = [row["mode"] for row in rows if not _is_ours(row["mode"])]
     equal = [
-        a.text == b.text for one in measured for a, b in zip(one.results(NONE), one.results(VERIFIED), strict=True)
+        a.text == b.text for one in measured for a, b in zip(one.results[NONE], one.results[VERIFIED], strict=True)
     ]
     fields: dict[str, Any] = {
         "users": [
@@ -163,13 +159,12 @@ def _is_ours(name: str) -> bool:
 
 
 def _row(name: str, measured: Sequence[UserResults], score: TextScore | None) -> dict[str, Any]:
-    results = [one for some in measured for one in some.results(name)]
+    results = [one for some in measured for one in some.results[name]]
     seconds = [one.seconds for one in results]
     golds = [asked.gold for some in measured for asked in some.asked]
     direct = [one for one in results if one.stored is not None and one.stored.way == "direct"]
-    false = sum(some.is_false(place, one, score) for some in measured for place, one in enumerate(some.results(name)))
+    false = sum(some.is_false(place, one, score) for some in measured for place, one in enumerate(some.results[name]))
     scored = [score(gold, one.text) for gold, one in zip(golds, results, strict=True) if gold] if score else []
-    runs = [run for some in measured for run in some.runs if run.way.name == name]
     return {
         "mode": name,
         "questions": len(results),
@@ -182,7 +177,7 @@ def _row(name: str, measured: Sequence[UserResults], score: TextScore | None) ->
         "kv_hit_share": statistics.fmean(_known_share(one) for one in results),
         "false_hits": false,
         "rouge_l_gold": statistics.fmean(scored) if scored else None,
-        "idle_tflop": sum(run.idle_flop for run in runs) / 1e12,
+        "idle_tflop": sum(some.idle_flop[name] for some in measured) / 1e12,
     }
 
 
@@ -194,7 +189,7 @@ def _reduction(measured: Sequence[UserResults], ours: str, rivals: Sequence[str]
     """By how much the mean latency is below that of the best rival, all questions counting the same."""
 
     def mean(name: str) -> float:
-        return statistics.fmean(one.seconds for some in measured for one in some.results(name))
+        return statistics.fmean(one.seconds for some in measured for one in some.results[name])
 
     return 1.0 - mean(ours) / min(map(mean, rivals))
 

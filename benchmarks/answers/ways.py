@@ -135,7 +135,7 @@ class WayRun:
         """Give the stored answer, or write one token by token: drafts are ours."""
         started = time.perf_counter()
         prepared = self.session.prepare(question, **_options())
-        reply = prepared.given
+        reply = prepared.stored_reply
         if reply is None and self.tree is not None:
             reply = self._computed_by_qkv(prepared, self.tree)
         elif reply is None:

@@ -10,11 +10,10 @@ alone.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.base import Advance, BenchOptions, Report, TimeIsUp, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, Units, about, scratch
 from benchmarks.chunks import calibrate, contexts, endurance, shape
 from benchmarks.chunks.modes import require_chunk_reuse
 from benchmarks.chunks.report import add_rows
@@ -28,7 +27,7 @@ from rekindle.session.calibrate.prompts import read_questions
 
 _NO_CONTEXTS: dict[str, Any] = {
     "rows": [],
-    "rows_reason": "--data has no records with question and contexts",
+    "rows_reason": "--data has no records with question and contexts, or the time was up",
     "best": None,
     "best_vs_cachecraft": None,
     "cachecraft_alpha": None,
@@ -58,11 +57,13 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             report = calibrate.run(engine, asked, options, advance)
             report.fields = {**about(engine, options), **report.fields}
             return report
-        report = Report("chunks", fields=about(engine, options))
-        report.fields |= contexts.measure(engine, asked, options, advance) if asked else _NO_CONTEXTS
-        report.fields |= _streams(engine, people, options, advance)
+        units = Units("chunks", options, about(engine, options), advance)
+        found = _NO_CONTEXTS | (contexts.measure(engine, asked, options, units) if asked else {})
+        found |= _streams(engine, people, options, units)
     finally:
         engine.close()
+    report = units.report()
+    report.fields |= found
     if rouge_l() is None:
         report.fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
     add_rows(report)
@@ -89,21 +90,16 @@ def _people(folder: Path | None) -> list[PersonalSet]:
     return [some for some in personal_sets(folder) if any(person.questions for person in some.people)]
 
 
-def _streams(engine: Engine, people: list[PersonalSet], options: BenchOptions, advance: Advance) -> dict[str, Any]:
+def _streams(engine: Engine, people: list[PersonalSet], options: BenchOptions, units: Units) -> dict[str, Any]:
     if not people:
         reason = "--data has no corpus.jsonl and queries.jsonl"
         return {"streams": None, "streams_reason": reason, "endurance": None, "endurance_reason": reason}
-    found: dict[str, Any] = {}
-    lasting: dict[str, Any] | None = None
     with scratch() as name:
-        folder = Path(name)
-        streams = Streams(engine, folder, options)
+        streams = Streams(engine, Path(name), options)
         try:
-            with suppress(TimeIsUp):
-                for some in people:
-                    found[some.name] = streams.measure(some, advance)
-                count = endurance.QUICK_QUESTIONS if options.quick else endurance.QUESTIONS
-                lasting = endurance.measure(engine, people[0], streams, folder / "endurance", options, advance, count)
+            found = {some.name: streams.measure(some, units) for some in people}
+            count = endurance.QUICK_QUESTIONS if options.quick else endurance.QUESTIONS
+            lasting = endurance.measure(engine, people[0], streams, options, units, count)
         finally:
             streams.close()
     return {"streams": found, "endurance": lasting}

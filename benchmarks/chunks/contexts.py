@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, TimeIsUp, mean, rotated, until_time_is_up
+from benchmarks.base import BenchOptions, Units, known, mean, rotated
 from benchmarks.baselines.cache_craft import preload_layers
 from benchmarks.baselines.recompute_policies import CRAFTS
 from benchmarks.chunks.modes import (
@@ -61,23 +62,31 @@ class Seen:
     quality: Quality | None
 
 
-def measure(
-    engine: Engine, asked: Sequence[PassageQuestion], options: BenchOptions, advance: Advance
-) -> dict[str, Any]:
-    """The fields of this part."""
+@dataclass(frozen=True)
+class SeenPrompt:
+    """One prompt in all modes, in their order."""
+
+    tokens: int
+    seen: tuple[Seen, ...]
+
+
+def measure(engine: Engine, asked: Sequence[PassageQuestion], options: BenchOptions, units: Units) -> dict[str, Any]:
+    """The fields of this part; none if no prompt was measured."""
     prompts = options.rounds(PROMPTS, QUICK_PROMPTS)
     tuning = min(TUNING_PROMPTS, max(2, prompts // 2))
     drawn = held(asked, tuning, prompts, options.seed, QUICK_PASSAGES if options.quick else PASSAGES)
-    with ModeTrials.opened(engine, options, drawn.donors, advance) as trials:
-        whole = _ContextMeasure(trials, drawn.calibration, drawn.test, advance)
+    with ExitStack() as stack:
+        opened = ModeTrials.opened(engine, options, drawn.donors, units.advance)
+        whole = _ContextMeasure(engine, opened, stack, options, drawn.calibration, drawn.test, units)
         found = whole.fields()
-    found |= {"partial": None, "partial_reason": "the time was up"}
-    donors = partly_changed(drawn.test, options.seed)
-    with suppress(TimeIsUp), ModeTrials.opened(engine, options, donors, advance) as trials:
-        part = _ContextMeasure(trials, (), drawn.test, advance)
-        rows = part.rows(partial_modes(engine, whole.alphas))
-        found |= {"partial": {"prompts": part.prompts, "rows": rows}, "partial_reason": None}
-    return found
+    with ExitStack() as stack:
+        opened = ModeTrials.opened(engine, options, partly_changed(drawn.test, options.seed), units.advance)
+        part = _ContextMeasure(engine, opened, stack, options, (), drawn.test, units)
+        rows = part.rows(partial_modes(engine, whole.alphas), "one passage before changed, prompt")
+    if not found:
+        return {}
+    partial = {"prompts": part.prompts, "rows": rows} if rows else None
+    return found | {"partial": partial, "partial_reason": None if rows else "the time was up"}
 
 
 def tune_alpha(
@@ -119,15 +128,28 @@ class _ContextMeasure:
     """Every mode on every prompt, and the results."""
 
     def __init__(
-        self, trials: ModeTrials, calibration: Sequence[PassagePrompt], test: Sequence[PassagePrompt], advance: Advance
+        self,
+        engine: Engine,
+        opened: AbstractContextManager[ModeTrials],
+        stack: ExitStack,
+        options: BenchOptions,
+        calibration: Sequence[PassagePrompt],
+        test: Sequence[PassagePrompt],
+        units: Units,
     ) -> None:
-        self._trials, self._engine, self._options = trials, trials.engine, trials.options
+        self._engine, self._opened, self._stack, self._options = engine, opened, stack, options
         self._calibration, self._test = calibration, test
-        self._advance = advance
+        self._units = units
         self.alphas: dict[str, float] = {}
         self._judges = self._options.shape is None
         self._seen: dict[ChunkMode, list[Seen]] = {}
         self._tokens: list[int] = []
+        self._warm = False
+
+    @cached_property
+    def _trials(self) -> ModeTrials:
+        """Opened when the first unit needs it: passages are computed beforehand, which takes its time."""
+        return self._stack.enter_context(self._opened)
 
     @property
     def prompts(self) -> int:
@@ -137,13 +159,12 @@ class _ContextMeasure:
     def fields(self) -> dict[str, Any]:
         """Tune the rivals, then measure."""
         leads = self._engine.capabilities.recompute == "leading"
-        tries = 4 if self._options.quick else 7
-        for name in () if leads else CRAFTS[: 1 if self._options.quick else None]:
-            self._advance(f"tune {name}")
-            self.alphas[name] = tune_alpha(self._trials, self._calibration, SHARE, tries, name)
+        if not leads:
+            self.alphas = self._units.one("alphas", dict[str, float], self._tune, shared=True) or {}
         modes = modes_of(self._engine, self.alphas, quick=self._options.quick)
-        probes = self._probe_cost()
-        rows = self.rows(modes)
+        rows = self.rows(modes, "prompt") if leads or self.alphas else []
+        if not rows:
+            return {}
         result: dict[str, Any] = {
             "prompts": self.prompts,
             "prompt_tokens": statistics.fmean(self._tokens),
@@ -151,23 +172,30 @@ class _ContextMeasure:
             "positions": POSITIONS * len(self._tokens) if self._judges else None,
             "answer_tokens": ANSWER_TOKENS,
             "cachecraft_alpha_tuned": self.alphas.get(CRAFT),
-            "probe_cost": probes,
+            "probe_cost": self._probe_cost(),
             "rows": rows + [_missing(name, why) for name, why in impossible(self._engine).items()],
         }
         if not self._judges:
             result["quality_reason"] = "random weights say nothing about quality"
         return result | self._best(modes, rows)
 
-    def rows(self, modes: Sequence[ChunkMode]) -> list[dict[str, Any]]:
-        """Every mode on every prompt, until the time is up."""
-        self._warm_up(modes)
-        before = self._trials.counts()
-        with until_time_is_up(self._tokens):
-            for number, prompt in enumerate(self._test):
-                self._advance(f"prompt {number + 1} of {len(self._test)}")
-                self._ask(prompt, rotated(modes, number))
-        if self._trials.counts() != before:
-            raise RuntimeError("a test prompt was kept")
+    def _tune(self) -> dict[str, float]:
+        tries, found = 4 if self._options.quick else 7, {}
+        for name in CRAFTS[: 1 if self._options.quick else None]:
+            self._units.advance(f"tune {name}")
+            found[name] = tune_alpha(self._trials, self._calibration, SHARE, tries, name)
+        return found
+
+    def rows(self, modes: Sequence[ChunkMode], title: str) -> list[dict[str, Any]]:
+        """Every mode on every prompt, until the time is up; none if that is before the first."""
+        for number, prompt in enumerate(self._test):
+            job = partial(self._ask, prompt, modes, number)
+            if (found := self._units.one(f"{title} {number + 1}", SeenPrompt, job)) is not None:
+                self._tokens.append(found.tokens)
+                for mode, seen in zip(modes, found.seen, strict=True):
+                    self._seen.setdefault(mode, []).append(seen)
+        if not self._tokens:
+            return []
         return [self._row(mode) | self._against_ours(mode) for mode in modes]
 
     def _warm_up(self, modes: Sequence[ChunkMode]) -> None:
@@ -178,41 +206,51 @@ class _ContextMeasure:
         for mode in modes:
             self._trials.end(self._trials.start(mode, short, tokens))
 
-    def _ask(self, prompt: PassagePrompt, modes: Sequence[ChunkMode]) -> None:
-        trials, tokens = self._trials, prompt.encode(self._engine)
-        self._tokens.append(len(tokens.tokens))
+    def _ask(self, prompt: PassagePrompt, modes: Sequence[ChunkMode], number: int) -> SeenPrompt:
+        """One prompt in every mode, another one first each time."""
+        if not self._warm:
+            self._warm_up(modes)
+            self._warm = True
+        trials, tokens, before = self._trials, prompt.encode(self._engine), self._trials.counts()
+        turned = rotated(modes, number)
         times: dict[ChunkMode, float] = {}
         if self._engine.capabilities.crowded:  # a sequence that waits to be judged would slow the others down
-            for mode in modes:
+            for mode in turned:
                 some = trials.start(mode, prompt, tokens)
                 times[mode] = some.seconds
                 trials.end(some)
-        starts = {mode: trials.start(mode, prompt, tokens, ANSWER_TOKENS) for mode in modes}
-        order = [NONE, *(mode for mode in modes if mode != NONE)]
+        starts = {mode: trials.start(mode, prompt, tokens, ANSWER_TOKENS) for mode in turned}
+        order = [NONE, *(mode for mode in turned if mode != NONE)]
         judged: list[Quality | None] = [None] * len(order)
         if self._judges:
             judged = [*judge(self._engine, [starts[mode] for mode in order], prompt.answers)]
+        seen: dict[ChunkMode, Seen] = {}
         for mode, quality in zip(order, judged, strict=True):
             some = starts[mode]
-            seconds = times.get(mode, some.seconds)
-            self._seen.setdefault(mode, []).append(_seen(some, seconds, quality))
+            seen[mode] = _seen(some, times.get(mode, some.seconds), quality)
             trials.end(some)
+        if trials.counts() != before:
+            raise RuntimeError("a test prompt was kept")
+        return SeenPrompt(len(tokens.tokens), tuple(seen[mode] for mode in modes))
 
     def _probe_cost(self) -> float | None:
         """What reading the scores adds to a prefill: with over without, in turns, nothing known in both."""
         if not self._engine.capabilities.probes:
             return None
-        ratios, cache = [], self._trials.session.cache
-        for number, prompt in enumerate(self._calibration[: 1 if self._options.quick else 3]):
-            tokens = prompt.encode(self._engine)
-            requests = {"with": prompt.request(cache_salt="unknown"), "without": prompt.request(reuse="off")}
-            seconds = {}
-            for name in ("with", "without") if number % 2 else ("without", "with"):
-                some = start_prompt(cache, self._engine, requests[name], tokens, 0)
-                seconds[name] = some.seconds
-                some.end(cache, keep=False)
-            ratios.append(seconds["with"] / seconds["without"])
-        return statistics.median(ratios)
+        count = 1 if self._options.quick else 3
+        jobs = {f"probes, prompt {n + 1}": partial(self._probe_ratio, n) for n in range(len(self._calibration))[:count]}
+        ratios = known([self._units.one(name, float, job) for name, job in jobs.items()])
+        return statistics.median(ratios) if ratios else None
+
+    def _probe_ratio(self, number: int) -> float:
+        prompt, cache = self._calibration[number], self._trials.session.cache
+        tokens, seconds = prompt.encode(self._engine), {}
+        requests = {"with": prompt.request(cache_salt="unknown"), "without": prompt.request(reuse="off")}
+        for name in ("with", "without") if number % 2 else ("without", "with"):
+            some = start_prompt(cache, self._engine, requests[name], tokens, 0)
+            seconds[name] = some.seconds
+            some.end(cache, keep=False)
+        return seconds["with"] / seconds["without"]
 
     def _row(self, mode: ChunkMode) -> dict[str, Any]:
         seen = self._seen[mode]

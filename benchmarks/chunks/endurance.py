@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, mean, scratch, until_time_is_up
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, TimeIsUp, Units, about, mean, scratch
 from benchmarks.chunks.modes import require_chunk_reuse
 from benchmarks.chunks.streams import PreparedPrompt, Streams, shuffled
 from benchmarks.models import load
@@ -33,6 +35,7 @@ EVERY, QUICK_EVERY = 5, 2  # questions, one is computed exactly as well
 DIFFERENT, QUICK_DIFFERENT = 30, 4
 TOP_K, QUICK_TOP_K = 3, 2
 _RESAMPLES = 2_000
+_NAME = "endurance"  # of the unit
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,15 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     advance("load the model")
     engine = load(options)
     require_chunk_reuse(engine)
-    report = Report("endurance", fields=about(engine, options))
+    units = Units("endurance", options, about(engine, options), advance)
     with scratch() as name:
         streams = Streams(engine, Path(name), options)
         try:
-            count = options.rounds(LONG, QUICK_QUESTIONS)
-            found = measure(engine, some, streams, Path(name) / "endurance", options, advance, count)
+            found = measure(engine, some, streams, options, units, options.rounds(LONG, QUICK_QUESTIONS))
         finally:
             streams.close()
     engine.close()
+    report = units.report()
     report.fields |= found
     for one in found.get("windows", ()):
         report.rows.append(_table_row(one))
@@ -82,45 +85,37 @@ def _table_row(one: Mapping[str, Any]) -> TableRow:
 
 
 def measure(
-    engine: Engine,
-    some: PersonalSet,
-    streams: Streams,
-    folder: Path,
-    options: BenchOptions,
-    advance: Advance,
-    count: int,
+    engine: Engine, some: PersonalSet, streams: Streams, options: BenchOptions, units: Units, count: int
 ) -> dict[str, Any]:
     """The fields of `count` questions, or of those within the time; `streams` has the library."""
-    quick = options.quick
-    person = max(some.people, key=lambda one: len(one.questions))
-    tenant = f"{some.name}/endurance"
-    different = streams.prepare(
-        tenant, person, QUICK_DIFFERENT if quick else DIFFERENT, QUICK_TOP_K if quick else TOP_K
-    )
-    if not different:
-        return {"questions": 0, "reason": "no question has passages that are long enough to be found again"}
-    order = random.Random(options.seed)
-    every = QUICK_EVERY if quick else EVERY
-    points: list[_Point] = []
-    window = max(1, count // (QUICK_WINDOWS if quick else WINDOWS))
-    with (
-        Session(engine, cache=str(folder), reuse="approximate", disk_limit="90%") as session,
-        until_time_is_up(points),
-    ):
-        for number in range(count):
-            if number % window == 0 and number:
-                advance(" ".join(vars(_table_row(_window(points, number - window, window))).values()))
-            if number % 10 == 0:
-                advance(f"question {number + 1} of {count}")
-            if number % len(different) == 0:
-                round_of = order.sample(different, len(different))
-            one = _changed(round_of[number % len(different)], different, order, engine)
-            if number % every:
-                points.append(_ask(session, engine, one))
-            else:
-                first = number // every % 2 == 0
-                points.append(_ask_both(session, engine, one, exact_first=first, judges=options.shape is None))
-    return _fields(points, window, options.seed)
+
+    @contextmanager
+    def questions() -> Iterator[Callable[[int], _Point]]:
+        """Asks one after the other; a run that goes on has the KV that the ones before left."""
+        person = max(some.people, key=lambda one: len(one.questions))
+        limits = (QUICK_DIFFERENT, QUICK_TOP_K) if options.quick else (DIFFERENT, TOP_K)
+        different = streams.prepare(f"{some.name}/endurance", person, *limits)
+        if not different:
+            raise TimeIsUp  # it will never come
+        asked = list(islice(_asked(different, random.Random(options.seed), engine), count))
+        with (
+            units.kept(_NAME) as folder,
+            Session(engine, cache=folder, reuse="approximate", disk_limit="90%") as session,
+        ):
+            yield lambda number: _ask(session, engine, asked[number], number, options)
+
+    points = units.steps(_NAME, _Point, count, questions)
+    if not points:
+        reason = "no question has passages that are long enough to be found again, or the time was up"
+        return {"questions": 0, "reason": reason}
+    return _fields(points, max(1, count // (QUICK_WINDOWS if options.quick else WINDOWS)), options.seed)
+
+
+def _asked(different: Sequence[PreparedPrompt], order: random.Random, engine: Engine) -> Iterator[PreparedPrompt]:
+    """The questions again and again, each round in another order."""
+    while True:
+        for one in order.sample(different, len(different)):
+            yield _changed(one, different, order, engine)
 
 
 def _changed(
@@ -133,7 +128,11 @@ def _changed(
     return shuffled(one, order.sample([*kept, other], len(kept) + 1), engine)
 
 
-def _ask(session: Session, engine: Engine, one: PreparedPrompt) -> _Point:
+def _ask(session: Session, engine: Engine, one: PreparedPrompt, number: int, options: BenchOptions) -> _Point:
+    every = QUICK_EVERY if options.quick else EVERY
+    if number % every == 0:
+        first = number // every % 2 == 0
+        return _ask_both(session, engine, one, exact_first=first, judges=options.shape is None)
     approximate = start_prompt(session.cache, engine, one.request, one.tokens, 0)
     approximate.end(session.cache, keep=True)
     session.flush()

@@ -113,7 +113,9 @@ class ModeTrials(PassageTrials):
         assert store is not None
         self.session.flush()
         rows = store.disk.entries()
-        return store.variants.stats(), len(rows), sum(row.tokens for row in rows)
+        with store.disk.database.reading() as connection:
+            variants = connection.execute("SELECT count(*), count(DISTINCT digest) FROM variants").fetchone()
+        return variants, len(rows), sum(row.tokens for row in rows)
 
     def start(
         self, mode: ChunkMode, prompt: PassagePrompt, tokens: PromptTokens, more_tokens: int = 0

@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, Units, scratch
 from benchmarks.models import load
 from rekindle.core.chunk import PromptLayout
 from rekindle.core.kv import Span
@@ -69,11 +70,14 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     advance("build the model")
     engine = load(options)
     sizes = QUICK_SIZES if options.quick else SIZES
+    with_what = {"model": engine.name, "device": engine.device, "dtype": engine.layout.dtype}
+    units = Units("chunks", options, with_what, advance)
     try:
-        report = Report("chunks", fields={"model": engine.name, "device": engine.device, "dtype": engine.layout.dtype})
-        found = {str(size): _of_size(engine, size, options, advance) for size in sizes}
+        jobs = {size: partial(_of_size, engine, size, options) for size in sizes}
+        measured = {str(size): units.one(f"{size} tokens", dict[str, Any], job) for size, job in jobs.items()}
     finally:
         engine.close()
+    report, found = units.report(), {size: one for size, one in measured.items() if one is not None}
     reason = "random weights say nothing about quality"
     report.fields |= {"rows": [], "rows_reason": reason, "best": None, "best_vs_cachecraft": None, "sizes": found}
     for size, result in found.items():
@@ -88,9 +92,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     return report
 
 
-def _of_size(engine: Engine, size: int, options: BenchOptions, advance: Advance) -> dict[str, Any]:
+def _of_size(engine: Engine, size: int, options: BenchOptions) -> dict[str, Any]:
     """Computing everything, and chunk reuse, in turns; and how long the device is busy with each."""
-    advance(f"{size:,} tokens")
     shaped = make(size, engine.tokenizer.vocabulary_size, options.seed)
     with scratch() as folder:
         settings: dict[str, Any] = {"memory_limit": "16GB", "disk_limit": "20GB", "recompute_budget": BUDGET}

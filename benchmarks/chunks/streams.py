@@ -14,11 +14,12 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.base import Advance, BenchOptions, mean
+from benchmarks.base import Advance, BenchOptions, Units, mean, rotated
 from benchmarks.personal import Person, PersonalSet
 from benchmarks.quality import POSITIONS, compare
 from rekindle.answers.ask_terms import asking
@@ -70,6 +71,18 @@ class _StreamTimes:
             self.budgets.add(some.reuse.budget)
             self.calibrated |= bool(some.reuse.calibrated)
 
+    def take(self, other: _StreamTimes) -> None:
+        """Add what was measured with another person."""
+        for name in _LEVELS:
+            self.seconds[name] += other.seconds[name]
+            self.computed[name] += other.computed[name]
+            self.found[name] += other.found[name]
+            self.fallbacks[name] += other.fallbacks[name]
+        for name, pairs in self.quality.items():
+            pairs += other.quality[name]
+        self.budgets |= other.budgets
+        self.calibrated |= other.calibrated
+
 
 class Streams:
     """A session for each way on one engine, and the library that all questions are asked of."""
@@ -83,22 +96,22 @@ class Streams:
             for name, level in _LEVELS.items()
         }
         self._library = self._sessions["prefix"]
-        self._turn = 0
 
     def close(self) -> None:
         """Close the sessions; the engine stays."""
         for session in self._sessions.values():
             session.close()
 
-    def measure(self, some: PersonalSet, advance: Advance) -> dict[str, Any]:
+    def measure(self, some: PersonalSet, units: Units) -> dict[str, Any]:
         """The fields of one set."""
-        times, max_count = _StreamTimes(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
+        times, left = _StreamTimes(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
         for person in some.people:
-            left = max_count - len(times.seconds["prefix"])
-            if left <= 0:
-                break
-            advance(f"questions of {some.name}, {person.name or 'one person'}")
-            self._person(f"{some.name}/{person.name}", person, left, times)
+            count = min(left, len(person.questions))
+            left -= count
+            if count:
+                name = f"questions of {some.name}, {person.name or 'one person'}"
+                job = partial(self._person, f"{some.name}/{person.name}", person, count, units.advance)
+                times.take(units.one(name, _StreamTimes, job) or _StreamTimes())
         return _fields(times)
 
     def prepare(self, tenant: str, person: Person, max_count: int, top_k: int) -> list[PreparedPrompt]:
@@ -112,26 +125,26 @@ class Streams:
                 found.append(PreparedPrompt(request, tokens))
         return found
 
-    def _person(self, tenant: str, person: Person, max_count: int, times: _StreamTimes) -> None:
+    def _person(self, tenant: str, person: Person, max_count: int, advance: Advance) -> _StreamTimes:
+        times = _StreamTimes()
         asked = self.prepare(tenant, person, max_count, QUICK_TOP_K if self._options.quick else TOP_K)
         quotes = list(dict.fromkeys(quote for one in asked for quote in one.request.quotes))
         self._warm(tenant, random.Random(self._options.seed).sample(quotes, len(quotes)))  # not as they are asked for
         for number, one in enumerate(asked):
-            self._ask(one, times, compared=number % COMPARED == 0 and self._options.shape is None)
+            advance(f"question {number + 1} of {len(asked)}")
+            self._ask(one, number, times, compared=number % COMPARED == 0 and self._options.shape is None)
         for session in self._sessions.values():
             session.cache.unpark()
+        return times
 
     def _warm(self, tenant: str, quotes: Sequence[Quote]) -> None:
         session = self._sessions["warmed"]
         for place in range(0, len(quotes), WARMED_TOGETHER):
             session.warm(asking(""), documents=quotes[place : place + WARMED_TOGETHER], tenant=tenant)
 
-    def _ask(self, one: PreparedPrompt, times: _StreamTimes, *, compared: bool) -> None:
-        names = list(_LEVELS)
-        shift = self._turn % len(names)
-        self._turn += 1
+    def _ask(self, one: PreparedPrompt, number: int, times: _StreamTimes, *, compared: bool) -> None:
         starts: dict[str, StartedPrompt] = {}
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(list(_LEVELS), number):
             cache = self._sessions[name].cache
             starts[name] = start_prompt(cache, self._engine, one.request, one.tokens, POSITIONS if compared else 0)
             times.add(name, starts[name])

@@ -13,13 +13,30 @@ from benchmarks.base import Report, TableRow, interval
 from benchmarks.fleet.rivals import RIVALS
 from benchmarks.fleet.worker import VllmReply
 
+PHASES = ("cold", "restarted")
 _RESAMPLES = 2000
 Replies = Sequence[tuple[VllmReply, int]]  # each with the number of retries
 
 
 @dataclass(frozen=True)
+class Pass:
+    """The requests of a round, by one rival; `prompts` are their lengths."""
+
+    rival: str
+    phase: str
+    round: int
+    prompts: Sequence[int]
+    replies: Replies
+    moved_bytes: Mapping[str, int]
+    load_average: float
+
+    def __str__(self) -> str:
+        return str(PassRow.of([self], [self]))
+
+
+@dataclass(frozen=True)
 class PassRow:
-    """All requests of the trace, by one rival. `ttft_s` are in the order of the requests, null for one that failed."""
+    """All rounds of a rival. `ttft_s` are in the order of the requests, null for one that failed."""
 
     rival: str
     phase: str
@@ -31,40 +48,34 @@ class PassRow:
     ttft_p50: float | None
     ttft_interval: tuple[float, float] | None
     moved_bytes: Mapping[str, int]
-    load_average: float
+    load_average: Sequence[float]
     ttft_s: Sequence[float | None]
 
     @classmethod
-    def of(
-        cls,
-        rival: str,
-        phase: str,
-        prompts: Sequence[int],
-        replies: Replies,
-        moved: Mapping[str, int],
-        wrong: int,
-        load: float,
-    ) -> PassRow:
-        """A row of replies to prompts of these lengths."""
+    def of(cls, passes: Sequence[Pass], reference: Sequence[Pass]) -> PassRow:
+        """A row of the passes of a rival in one phase; `reference` are those of vLLM alone in the same rounds."""
+        replies = [reply for one in passes for reply in one.replies]
+        texts = [reply.tokens for one in reference for reply, _ in one.replies]
         seconds = [reply.first_token_seconds if reply.error is None else None for reply, _ in replies]
         measured = [one for one in seconds if one is not None]
+        names = passes[0].moved_bytes
         return cls(
-            rival,
-            phase,
+            passes[0].rival,
+            passes[0].phase,
             requests=len(replies),
             errors=sum(reply.error is not None for reply, _ in replies),
             retries=sum(retries for _, retries in replies),
-            wrong_texts=wrong,
-            hit_share=sum(reply.cached_tokens for reply, _ in replies) / sum(prompts),
+            wrong_texts=sum(reply.differs_from(text) for (reply, _), text in zip(replies, texts, strict=True)),
+            hit_share=sum(reply.cached_tokens for reply, _ in replies) / sum(sum(one.prompts) for one in passes),
             ttft_p50=statistics.median(measured) if measured else None,
             ttft_interval=_of_median(measured) if measured else None,
-            moved_bytes=moved,
-            load_average=load,
+            moved_bytes={name: sum(one.moved_bytes[name] for one in passes) for name in names},
+            load_average=[one.load_average for one in passes],
             ttft_s=seconds,
         )
 
     def __str__(self) -> str:
-        return f"{self.phase}: {_shown(self)}, {_hits(self)} hits, {_moved(self)}, {self.wrong_texts} wrong"
+        return f"{self.phase}: {_shown(self)}, {_hits(self)} hits, {_moved(self)}, {self.errors} failed"
 
 
 @dataclass(frozen=True)
@@ -102,15 +113,29 @@ class FaultRow:
         return f"{self.fault}: {self.errors} failed, {self.wrong_texts} wrong of {self.requests}"
 
 
-def add_rows(report: Report, passes: Sequence[PassRow], faults: Sequence[FaultRow], absent: Mapping[str, str]) -> None:
+def pooled(passes: Sequence[Pass]) -> list[PassRow]:
+    """The passes of each rival and phase, as far as every rival has run the round."""
+    rows = []
+    for phase in PHASES:
+        by_rival: dict[str, list[Pass]] = {}
+        for one in passes:
+            by_rival.setdefault(one.rival, []).extend([one] if one.phase == phase else [])
+        rounds = min(map(len, by_rival.values()))
+        if rounds and "vllm" in by_rival:
+            rows += [PassRow.of(by_rival[name][:rounds], by_rival["vllm"][:rounds]) for name in sorted(by_rival)]
+    return rows
+
+
+def add_rows(report: Report, passes: Sequence[Pass], faults: Sequence[FaultRow], absent: Mapping[str, str]) -> None:
     """Fields and rows. `vs` compares Rekindle with each rival in the same phase, by request."""
-    ours = {row.phase: row for row in passes if row.rival == "rekindle"}
-    pairs = [(ours[row.phase], row) for row in passes if row.rival != "rekindle" and row.phase in ours]
+    rows = pooled(passes)
+    ours = {row.phase: row for row in rows if row.rival == "rekindle"}
+    pairs = [(ours[row.phase], row) for row in rows if row.rival != "rekindle" and row.phase in ours]
     compared = [_compared(mine, theirs) for mine, theirs in pairs]
     broken = [row for row in faults if row.rival == "rekindle"]
     own: list[PassRow | FaultRow] = [*ours.values(), *broken]
     report.fields |= {
-        "rows": [asdict(row) for row in passes],
+        "rows": [asdict(row) for row in rows],
         "faults": [asdict(row) for row in faults],
         "vs": compared,
         "errors": sum(row.errors for row in own),
@@ -120,7 +145,11 @@ def add_rows(report: Report, passes: Sequence[PassRow], faults: Sequence[FaultRo
     for (mine, theirs), ratio in zip(pairs, compared, strict=True):
         name = f"{mine.phase}, {RIVALS[theirs.rival]}"
         bar = "<= 1 within its interval" if theirs.rival == "lmcache" else ""
-        shown = "-" if ratio["ttft_ratio"] is None else f"{ratio['ttft_ratio']:.2f}"
+        shown = (
+            "-"
+            if ratio["ttft_ratio"] is None
+            else "{:.2f} ({:.2f}-{:.2f})".format(ratio["ttft_ratio"], *ratio["ttft_ratio_interval"])
+        )
         report.rows.append(TableRow(f"{name}: first token", _shown(mine), _shown(theirs), shown, bar))
         report.rows.append(TableRow(f"{name}: hit share", _hits(mine), _hits(theirs)))
         report.rows.append(TableRow(f"{name}: moved", _moved(mine), _moved(theirs)))

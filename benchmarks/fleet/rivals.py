@@ -185,7 +185,7 @@ class RivalFleet:
             port, http_port = self._ports[2 * number : 2 * number + 2]
             command = [program, "server", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)]
             command += ["--supported-transfer-mode", "engine_driven", "--chunk-size", str(BLOCK_SIZE)]
-            command += ["--l1-size-gb", "2", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"]
+            command += ["--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"]
             command += ["--disable-observability"]
             command += [word for tier in tiers for word in ("--l2-adapter", json.dumps(tier))]
             with (self._folder / f"server-{number}.log").open("ab") as log:

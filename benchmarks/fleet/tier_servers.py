@@ -276,11 +276,11 @@ class FaultyLink:
                     time.sleep(self._delay_seconds * (not to_server) + len(data) / self._slow_bytes)
                 if self.state == "hanging":
                     continue
-                sink.sendall(data)
-                if to_server:
+                if to_server:  # before the other side can know of it
                     self.to_server_bytes += len(data)
                 else:
                     self.to_client_bytes += len(data)
+                sink.sendall(data)
         for one in (source, sink):
             _shut(one)
 

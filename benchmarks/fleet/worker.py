@@ -30,6 +30,7 @@ VLLM_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # LMCache's keys are the same in every process
 }
 BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU kernels take
+_BLOCKS = 128  # of vLLM's own cache: more than the requests of a round need
 START_SECONDS = 600.0
 _PRELOADED = ["vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "rekindle.vllm.connector"]
 _STOP_SECONDS = 60.0
@@ -52,6 +53,7 @@ class VllmConfig:
             "max_model_len": self.max_tokens,
             "max_num_seqs": 8,
             "block_size": BLOCK_SIZE,
+            "num_gpu_blocks_override": _BLOCKS,
             "enforce_eager": True,
             "enable_prefix_caching": True,
         }
@@ -66,6 +68,10 @@ class VllmReply:
     tokens: tuple[int, ...] = ()
     cached_tokens: int = 0
     error: str | None = None
+
+    def differs_from(self, text: tuple[int, ...]) -> bool:
+        """Whether it came, and says something else."""
+        return self.error is None and self.tokens != text
 
 
 class VllmWorker:
@@ -152,9 +158,7 @@ def worker_context() -> Any:
     """How worker processes are made: forked from one that has imported what they need."""
     os.environ.update(VLLM_ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "rekindle.vllm.connector"]
-    )
+    context.set_forkserver_preload(_PRELOADED)
     return context
 
 
@@ -169,11 +173,12 @@ def serve(config: VllmConfig, pipe: Connection) -> None:
 
     _let_vllm_look_into_llvmlite()
     engine = LLMEngine.from_engine_args(EngineArgs(model=config.model, **config.engine_options()))
+    core: Any = engine.engine_core.engine_core
     pipe.send("ready")
     serving = True
     while serving:
-        busy = engine.has_unfinished_requests()
-        while pipe.poll(0.0 if busy else 0.02):
+        busy = core.scheduler.has_requests()  # with those that are over, and whose KV is still being saved
+        while pipe.poll(0.0 if busy else None):
             asked = pipe.recv()
             if asked is None:
                 serving = False
@@ -184,7 +189,7 @@ def serve(config: VllmConfig, pipe: Connection) -> None:
             engine.add_request(str(number), given, how)
             busy = True
         outputs = engine.step()
-        if not outputs and engine.has_unfinished_requests():
+        if not outputs and core.scheduler.has_requests():
             time.sleep(0.001)  # as vLLM's own loop does: threads that load KV need the interpreter
         for output in outputs:
             tokens = tuple(output.outputs[0].token_ids)

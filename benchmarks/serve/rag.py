@@ -15,24 +15,14 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.base import (
-    Advance,
-    BenchOptions,
-    Report,
-    TableRow,
-    TimeIsUp,
-    about,
-    interval,
-    rotated,
-    scratch,
-    until_time_is_up,
-)
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, Units, about, interval, rotated, scratch
 from benchmarks.chunks.modes import require_chunk_reuse
 from benchmarks.models import load
 from benchmarks.personal import Person, personal_sets
@@ -72,6 +62,9 @@ class RagQuestion:
         return [{"role": "user", "content": self.template.format(passages=passages, question=self.question)}]
 
 
+_WARM_UP = RagQuestion("Why?", (), _TEMPLATES[0])
+
+
 @dataclass(frozen=True)
 class RagReply:
     """A reply as the client saw it, with the marks that it has."""
@@ -97,44 +90,66 @@ class RagLoad:
         return len(self.replies) / self.seconds
 
 
+Loads = dict[ReuseLevel, RagLoad]
+
+
 def run(options: BenchOptions, advance: Advance) -> Report:
     """Measure everything, over loopback. The model is loaded before."""
     advance("load the model")
     people = [person for some in personal_sets(options.data) for person in some.people]
     engine = load(options)
     require_chunk_reuse(engine)
-    report = Report("serve", fields={**about(engine, options), "workload": "rag", "parallel": DEFAULT_PARALLEL})
+    fields = {"workload": "rag", "parallel": DEFAULT_PARALLEL}
+    units = Units("serve", options, about(engine, options) | fields, advance)
     found: dict[tuple[str, str], list[RagLoad]] = {}
     with scratch() as folder:
         session = Session(engine, cache=folder, disk_limit="90%", answers="off", parallel=DEFAULT_PARALLEL)
-        with Server(session, ServerSettings(port=0)).running() as url, until_time_is_up(found):  # closes the session
-            for level in LEVELS:  # the first of its kind is always slower
-                _Client(url, engine.name, level, "warm-up").ask_all([RagQuestion("Why?", (), _TEMPLATES[0])] * 2)
+        with Server(session, ServerSettings(port=0)).running() as url:  # closes the session
+            measure = _RagMeasure(session, url, people, options, units.advance)
             for turn in range(options.rounds(2, quick=1)):
-                person = max(people, key=lambda one: len(one.questions)) if turn == 0 else people[turn % len(people)]
-                asked = _questions(session, person, options, turn)
-                half = len(asked) // 2
-                for part, some in (("first", asked[:half]), ("known", asked[half:])):
-                    for level in rotated(LEVELS, turn):
-                        advance(f"{part}, {level}: {len(some)} questions")
-                        client = _Client(url, engine.name, level, f"{turn}-{part}-{level}")
-                        if part == "known":
-                            client.ask_all(_all_passages(some))
-                            session.flush()
-                        found.setdefault((part, level), []).append(client.ask_all(some))
-                        session.flush()
-                        advance(f"{part}, {level}: {found[part, level][-1].requests_per_s:.3f} requests/s")
+                for part in ("first", "known"):
+                    loads = units.one(f"{part}, round {turn + 1}", Loads, partial(measure.part, part, turn))
+                    for level, load_of in (loads or {}).items():
+                        found.setdefault((part, level), []).append(load_of)
     engine.close()
-    add_rag_rows(report, _whole(found), options.seed)
+    report = units.report()
+    add_rag_rows(report, found, options.seed)
     return report
 
 
-def _whole(found: Mapping[tuple[str, str], list[RagLoad]]) -> dict[tuple[str, str], list[RagLoad]]:
-    """The rounds that were measured at all levels: the time may have been up in one. Raises `TimeIsUp`."""
-    rounds = {part: min(len(found.get((part, level), ())) for level in LEVELS) for part, _ in found}
-    if not any(rounds.values()):
-        raise TimeIsUp
-    return {(part, level): loads[: rounds[part]] for (part, level), loads in found.items() if rounds[part]}
+@dataclass
+class _RagMeasure:
+    """The parts of the bench, on one server."""
+
+    session: Session
+    url: str
+    people: Sequence[Person]
+    options: BenchOptions
+    advance: Advance
+    asked: dict[int, list[RagQuestion]] = field(default_factory=dict)  # in each round
+
+    def part(self, part: str, turn: int) -> Loads:
+        """The same requests at all levels, in turns."""
+        if not self.asked:
+            for level in LEVELS:  # the first of its kind is always slower
+                _Client(self.url, self.session.engine.name, level, "warm-up").ask_all([_WARM_UP] * 2)
+        if turn not in self.asked:
+            most = max(self.people, key=lambda one: len(one.questions))
+            person = most if turn == 0 else self.people[turn % len(self.people)]
+            self.asked[turn] = _questions(self.session, person, self.options, turn)
+        asked = self.asked[turn]
+        half = len(asked) // 2
+        some, loads = (asked[:half] if part == "first" else asked[half:]), {}
+        for level in rotated(LEVELS, turn):
+            self.advance(f"{part}, {level}: {len(some)} questions")
+            client = _Client(self.url, self.session.engine.name, level, f"{turn}-{part}-{level}")
+            if part == "known":
+                client.ask_all(_all_passages(some))
+                self.session.flush()
+            loads[level] = client.ask_all(some)
+            self.session.flush()
+            self.advance(f"{part}, {level}: {loads[level].requests_per_s:.3f} requests/s")
+        return loads
 
 
 def _all_passages(asked: Sequence[RagQuestion]) -> list[RagQuestion]:

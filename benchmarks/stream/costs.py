@@ -36,6 +36,11 @@ class LayerTimings:
     whole_model: Chosen
     top_model: Chosen
 
+    @classmethod
+    def of(cls, whole: Sequence[LayerTiming], top: Sequence[LayerTiming], seed: int) -> LayerTimings:
+        """With models of these samples."""
+        return cls(tuple(whole), tuple(top), best_model(whole, seed), best_model(top, seed))
+
     def compute_seconds(self, cells: CellGrid) -> Floats:
         """[chunks, layers] of whole layers."""
         return cell_seconds(self.whole_model.model, cells)
@@ -72,7 +77,7 @@ def measure(
     finally:
         sequence.close()
     advance("models of the costs")
-    return LayerTimings(tuple(whole), tuple(top), best_model(whole, seed), best_model(top, seed))
+    return LayerTimings.of(whole, top, seed)
 
 
 def _samples(

@@ -63,9 +63,17 @@ MODES = (
     StreamMode("ours", LEVEL),
     StreamMode("ours"),
 )
+_OURS = tuple(mode for mode in MODES if mode.kind == "ours")
+_RIVALS = ("local", "plain", "fixed", "bidirectional")
+MODE_SETS = {  # a unit each: ours is in all of them, for all that is compared is measured in turns
+    "hybrids": tuple(m for m in MODES if m.kind in _RIVALS or (m.kind == "stream" and m.level == LEVEL)) + _OURS,
+    "levels": tuple(mode for mode in MODES if mode.kind == "stream" and mode.level != LEVEL) + _OURS[-1:],
+    "schedules": tuple(mode for mode in MODES if mode.kind in ("cachegen", "sparkv", "fixed-window")) + _OURS,
+}
 SIMULATED_MODES = tuple(mode for mode in MODES if mode.kind not in ("plain", "fixed-window"))
 _FULL_ONLY = ("cachegen", "sparkv", "fixed-window")
 QUICK_MODES = tuple(mode for mode in MODES if mode.kind not in _FULL_ONLY and mode.level in (None, LEVEL))
+QUICK_SETS = {"hybrids": QUICK_MODES}
 
 
 class Given:

@@ -11,7 +11,6 @@ from benchmarks.base import Report, TableRow, known
 from benchmarks.stream.costs import LayerTimings
 from benchmarks.stream.modes import KL_BUDGET, LEVEL, LEVELS, StreamMode
 from benchmarks.stream.site import StreamRun
-from benchmarks.stream.traces import Trace
 
 CHANGING = 2.0  # the fastest tenth of a prompt's time over the slowest: from here on the bandwidth changes
 NEAR_RATIOS = (0.5, 2.0)  # between which both lanes matter
@@ -21,50 +20,70 @@ STREAM, OURS, AT_LEVEL = f"stream {LEVEL}", "ours", f"ours {LEVEL}"
 RIVALS = {"sparkv": "sparkv", "cachegen": "cachegen", "q2": "stream q2", "one_level": AT_LEVEL}
 
 
+@dataclass(frozen=True)
+class TracePass:
+    """Some ways over one trace at one ratio, each once, in turns."""
+
+    window_seconds: float  # in which all of the context comes at `LEVEL`
+    change: float  # of the bandwidth while both lanes work: see `Trace.change`
+    runs: tuple[StreamRun, ...]
+    skipped: Mapping[str, float] = field(default_factory=dict)  # ways, and how long they would stream
+
+    def ttft(self, name: str) -> float | None:
+        """The time of one way; None if it did not run."""
+        return next((run.ttft_s for run in self.runs if run.mode.name == name), None)
+
+    def against_ours(self, name: str) -> float | None:
+        """The time of one way as a multiple of ours."""
+        return _over(self.ttft(name), self.ttft(OURS))
+
+    def overlap_efficiency(self, computed: str) -> float | None:
+        """See `TraceCase`."""
+        local, stream, ours = self.ttft(computed), self.ttft(STREAM), self.ttft(AT_LEVEL)
+        if local is None or stream is None or ours is None:
+            return None
+        question = next(run.question_s for run in self.runs if run.mode.name == "local")
+        return (question + 1 / (1 / (local - question) + 1 / (stream - question))) / ours
+
+
 @dataclass(frozen=True, eq=False)
 class TraceCase:
-    """One trace at one ratio."""
+    """One trace at one ratio. What is compared was measured in the same pass."""
 
-    trace: Trace
+    trace: str
     ratio: float
-    window_seconds: float  # in which all of the context comes at `LEVEL`
-    modes: Sequence[StreamMode]
-    runs: Sequence[StreamRun]
-    skipped: Mapping[StreamMode, float]  # and how long they would stream
+    passes: Sequence[TracePass]
+    modes: Sequence[StreamMode]  # of the sets that were measured
     kls: Mapping[str, float] = field(default_factory=dict)  # of each level, as published
 
     @property
     def change(self) -> float:
         """How much the bandwidth changes while both lanes work."""
-        return self.trace.change(self.window_seconds / (1 + self.ratio))
+        return statistics.median(one.change for one in self.passes)
 
-    def __str__(self) -> str:
-        times = (f"{mode.name} {self.ttft(mode.name):.3f} s" for mode in self.modes if mode not in self.skipped)
-        return f"{self.trace.name}, streaming takes {self.ratio:g} of computing: {', '.join(times)}"
+    @property
+    def skipped(self) -> dict[str, float]:
+        """Ways that were not run, and how long they would stream."""
+        return {name: seconds for one in self.passes for name, seconds in one.skipped.items()}
 
     def of(self, name: str) -> list[StreamRun]:
         """The runs of one way."""
-        return [run for run in self.runs if run.mode.name == name]
+        return [run for one in self.passes for run in one.runs if run.mode.name == name]
 
     def ttft(self, name: str) -> float | None:
         """The median of one way; None if it did not run."""
-        runs = self.of(name)
-        return statistics.median(run.ttft_s for run in runs) if runs else None
+        return _median(run.ttft_s for run in self.of(name))
 
     def against_ours(self, name: str) -> float | None:
         """The time of one way as a multiple of ours."""
-        return _over(self.ttft(name), self.ttft(OURS))
+        return _median(one.against_ours(name) for one in self.passes)
 
     def overlap_efficiency(self, computed: str = "local") -> float | None:
         """The ideal, both lanes at full speed until the end, as a share of the time that ours took at the same level.
 
         `computed` is the way that says how fast the compute lane is: `plain` knows no chunks.
         """
-        local, stream, ours = self.ttft(computed), self.ttft(STREAM), self.ttft(AT_LEVEL)
-        if local is None or stream is None or ours is None:
-            return None
-        question = statistics.median(run.question_s for run in self.of("local"))
-        return (question + 1 / (1 / (local - question) + 1 / (stream - question))) / ours
+        return _median(one.overlap_efficiency(computed) for one in self.passes)
 
     @property
     def vs_best_single(self) -> float | None:
@@ -176,10 +195,10 @@ def _versus(cases: Sequence[TraceCase], name: str) -> float | None:
 def _row(case: TraceCase, mode: StreamMode, judged: bool) -> dict[str, Any]:
     """One way over one trace."""
     runs = case.of(mode.name)
-    row: dict[str, Any] = {"trace": case.trace.name, "ratio": case.ratio, "mode": mode.name, "level": mode.level}
+    row: dict[str, Any] = {"trace": case.trace, "ratio": case.ratio, "mode": mode.name, "level": mode.level}
     if not runs:
         nothing = dict.fromkeys(("ttft_s", "bytes", "streamed_share", "kl", "top1"))
-        return {**row, **nothing, "reason": f"not run: it would stream for {case.skipped[mode]:.1f} s"}
+        return {**row, **nothing, "reason": f"not run: it would stream for {case.skipped[mode.name]:.1f} s"}
 
     def middle(of: Callable[[StreamRun], float]) -> float:
         return statistics.median(map(of, runs))
@@ -203,10 +222,10 @@ def _row(case: TraceCase, mode: StreamMode, judged: bool) -> dict[str, Any]:
 
 def _case(case: TraceCase) -> dict[str, Any]:
     return {
-        "trace": case.trace.name,
+        "trace": case.trace,
         "ratio": case.ratio,
         "measured_ratio": _over(case.ttft(STREAM), case.ttft("local")),
-        "window_s": case.window_seconds,
+        "window_s": statistics.median(one.window_seconds for one in case.passes),
         "change": case.change,
         "overlap_efficiency": case.overlap_efficiency(),
         "vs_fixed": case.against_ours("fixed"),
@@ -221,9 +240,9 @@ def _table(found: StreamResults, fields: Mapping[str, Any]) -> list[TableRow]:
         local = case.ttft("local")
         for mode in case.modes:
             seconds, runs = case.ttft(mode.name), case.of(mode.name)
-            title = f"{case.trace.name}, ratio {case.ratio:g}: {mode.name}"
+            title = f"{case.trace}, ratio {case.ratio:g}: {mode.name}"
             if seconds is None or local is None:
-                rows.append(TableRow(title, "not run", f"would stream for {case.skipped[mode]:.1f} s"))
+                rows.append(TableRow(title, "not run", f"would stream for {case.skipped[mode.name]:.1f} s"))
                 continue
             kl = f", KL {statistics.median(run.kl for run in runs):.4f}" if found.judged else ""
             share = statistics.median(run.streamed_share for run in runs)

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.base import Advance
 from benchmarks.stream.costs import LayerTimings
 from benchmarks.stream.modes import LEVEL, StreamMode
 from benchmarks.stream.site import ContextSetup, Site
@@ -28,26 +28,24 @@ _LOCAL, _OURS = StreamMode("local"), StreamMode("ours", LEVEL)
 Fields = dict[str, Any]
 
 
-def measure(
-    site: Site, setting: ContextSetup, folder: Path, measured: LayerTimings, local_seconds: float, advance: Advance
-) -> list[Fields]:
-    """One row for each value of each kind."""
-    link = _link(site, local_seconds)
-    rows = []
-    for tokens in _lengths(setting.context_tokens):
-        advance(f"a context of {tokens} tokens")
-        rows.append(_context(setting, tokens, folder, measured))
-    for busy in range(_cores() + 1):
-        advance(f"{busy} cores busy with something else")
+def jobs(
+    site: Callable[[], Site], setting: ContextSetup, folder: Path, measured: LayerTimings, local_seconds: float
+) -> dict[str, Callable[[], Fields]]:
+    """What measures one row, for each value of each kind."""
+
+    def together(mode: StreamMode, count: int) -> tuple[float, float]:
+        return site().together(mode, count, _link(site(), local_seconds), local_seconds)
+
+    def beside(busy: int) -> Fields:
         with _load(busy):
-            rows.append(
-                _gain("busy cores", busy, lambda mode: site.together(mode, 1, link, local_seconds), local_seconds)
-            )
-    for count in REQUESTS:
-        advance(f"{count} at once")
-        run = lambda mode, count=count: site.together(mode, count, link, local_seconds)  # noqa: E731
-        rows.append(_gain("requests", count, run, count * local_seconds))
-    return rows
+            return _gain("busy cores", busy, partial(together, count=1), local_seconds)
+
+    def at_once(count: int) -> Fields:
+        return _gain("requests", count, partial(together, count=count), count * local_seconds)
+
+    lengths = {f"a context of {n} tokens": partial(_context, setting, n, folder, measured) for n in _lengths(setting)}
+    cores = {f"{n} cores busy with something else": partial(beside, n) for n in range(_cores() + 1)}
+    return {**lengths, **cores, **{f"{n} at once": partial(at_once, n) for n in REQUESTS}}
 
 
 def _gain(what: str, value: int, run: Callable[[StreamMode], tuple[float, float]], link_seconds: float) -> Fields:
@@ -84,9 +82,9 @@ def _link(site: Site, local_seconds: float) -> Trace:
     return made_trace("constant", local_seconds, 0).at_ratio(size_bytes, local_seconds, 1.0)
 
 
-def _lengths(longest: int) -> list[int]:
+def _lengths(setting: ContextSetup) -> list[int]:
     """Half, a quarter, and so on, of the context, from the shortest."""
-    chunks = longest // CHUNK_TOKENS
+    chunks = setting.context_tokens // CHUNK_TOKENS
     found = []
     while chunks >= _MIN_CHUNKS:
         found.append(chunks * CHUNK_TOKENS)

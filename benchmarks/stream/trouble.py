@@ -41,11 +41,8 @@ class Trouble:
     local_seconds: float
     advance: Advance
 
-    def measure(self) -> list[dict[str, Any]]:
-        """One row for each kind: medians of both ways, in turns."""
-        return [self._row(kind) for kind in KINDS]
-
-    def _row(self, kind: str) -> dict[str, Any]:
+    def row(self, kind: str) -> dict[str, Any]:
+        """Medians of both ways, in turns."""
         local, ours = [], []
         with self._site(kind) as site:
             trace = self._trace(kind, site)

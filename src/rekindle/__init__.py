@@ -26,7 +26,7 @@ _HOME_OF = {
     "Session": "rekindle.session.session",
     "Settings": "rekindle.settings",
     "ReplyStream": "rekindle.session.reply_stream",
-    "attach": "rekindle.integrations.transformers",
+    "attach": "rekindle.attached.transformers",
     "calibrate": "rekindle.session.calibrate.calibration",
 }
 
@@ -47,11 +47,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rekindle.attached.transformers import attach
     from rekindle.core.grammar import Grammar
     from rekindle.core.reply import Answer, Reply
     from rekindle.core.request import Message
     from rekindle.errors import RekindleError
-    from rekindle.integrations.transformers import attach
     from rekindle.session.ask import AnswerStream
     from rekindle.session.calibrate.calibration import calibrate
     from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream

@@ -1,5 +1,5 @@
 """`python -m rekindle` is the `rekindle` command."""
 
-from rekindle.cli.main import main
+from rekindle.cli.entry import main
 
 main()

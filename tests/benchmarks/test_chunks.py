@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import base
 from benchmarks.__main__ import app
 from benchmarks.chunks.endurance import slope
 from benchmarks.chunks.modes import held, partly_changed
 from benchmarks.quality import best_f1
 from rekindle.session.calibrate.budget import TriedBudget, min_budget
 from rekindle.session.calibrate.prompts import PASSAGES, read_questions
+from tests.benchmarks.test_units import stopping_after
 
 
 def tried(*pairs: tuple[float, float]) -> list[TriedBudget]:
@@ -99,11 +102,44 @@ def test_calibrating_needs_the_chunks_and_a_quality(arguments: list[str], named:
     assert done.exit_code != 0 and named in str(done.exception)
 
 
-def test_a_long_run_reports_its_windows_one_by_one(spacious: Path) -> None:
+def test_a_long_run_that_is_cut_goes_on_with_the_kv_that_it_left(spacious: Path, tmp_path: Path) -> None:
     arguments = ["chunks", "--workload", "endurance", "--quick", "--limit", "9", "--model", str(spacious)]
-    done = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--json"])
-    assert done.exit_code == 0, done.exception
-    found = json.loads(done.stdout)
+
+    def run() -> dict[str, Any]:
+        file = ["--resume", str(tmp_path / "units.jsonl")]
+        done = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--json", *file])
+        assert done.exit_code == 0, done.exception
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "timed", lambda options, advance: stopping_after(5))
+        assert run()["questions"] == 4
+    found = run()
     assert found["questions"] == 9 and [one["first"] for one in found["windows"]] == [0, 3, 6]
-    assert "questions 1 to 3" in done.stderr and "questions 4 to 6" in done.stderr
     assert found["windows"][-1]["computed_share"] < found["windows"][0]["computed_share"]
+    assert not list(tmp_path.glob("units.jsonl.*")), "nothing is left for later"
+
+
+@pytest.mark.thorough
+def test_parts_of_several_runs_make_the_report_of_one(spacious: Path, tmp_path: Path) -> None:
+    arguments = ["chunks", "--quick", "--limit", "2", "--model", str(spacious), "--device", "cpu", "--json"]
+
+    def run(file: str, *more: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, [*arguments, "--resume", str(tmp_path / file), *more])
+        assert done.exit_code == 0, done.exception
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    shares = [("prompt 1",), ("[!p]*", "1/2"), ("[!p]*", "2/2"), ("p*",)]
+    for number, parts in enumerate(shares):
+        run(f"{number}.jsonl", *(word for part in parts for word in ("--part", part)))
+    text = "".join((tmp_path / f"{number}.jsonl").read_text() for number in range(len(shares)))
+    (tmp_path / "all.jsonl").write_text(text)
+    found = run("all.jsonl", "--minutes", "0")
+    assert found["prompts"] == found["partial"]["prompts"] == 2 and found["probe_cost"] > 0
+    assert found["endurance"]["questions"] > 0 and all(one["questions"] for one in found["streams"].values())
+    units = [json.loads(line) for line in text.splitlines() if line]
+    measured = [(one["unit"], one["step"]) for one in units if one["unit"] not in ("alphas", "prompt 1")]
+    assert len(set(measured)) == len(measured), "only what all need, and what was asked for twice"
+    assert len(found["measured_by"]) == len(shares)

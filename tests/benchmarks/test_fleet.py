@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.base import Report
 from benchmarks.fleet.faults import flipped
-from benchmarks.fleet.report import FaultRow, PassRow, add_rows
+from benchmarks.fleet.report import FaultRow, Pass, add_rows, pooled
 from benchmarks.fleet.tier_servers import FaultyLink
 from benchmarks.fleet.worker import VllmReply
 from benchmarks.serve.workload import read_requests
@@ -24,37 +24,64 @@ def reply(seconds: float, cached: int = 0, error: str | None = None) -> VllmRepl
     return VllmReply(seconds, (1, 2), cached, error)
 
 
-def passed(rival: str, *seconds: float, cached: int = 0) -> PassRow:
-    replies = [(reply(one, cached), 0) for one in seconds]
-    return PassRow.of(rival, "cold", [100] * len(seconds), replies, {"redis": 5}, 0, 1.0)
+def passed(
+    rival: str, *seconds: float, cached: int = 0, number: int = 0, phase: str = "cold", error: str | None = None
+) -> Pass:
+    replies = [(reply(one, cached, error), 0) for one in seconds]
+    return Pass(rival, phase, number, [100] * len(seconds), replies, {"redis": 5}, 1.0)
 
 
-def test_a_pass_counts_what_failed_and_leaves_it_out_of_the_times() -> None:
+def test_a_row_counts_what_failed_and_leaves_it_out_of_the_times() -> None:
     replies = [(reply(1.0, 50), 0), (reply(3.0, 100), 1), (reply(9.0, error="the worker ended"), 1)]
-    row = PassRow.of("rekindle", "cold", [100, 100, 100], replies, {}, 0, 1.0)
-    assert (row.errors, row.retries, row.ttft_p50, row.hit_share) == (1, 2, 2.0, 0.5)
+    (row, _) = pooled([
+        Pass("rekindle", "cold", 0, [100, 100, 100], replies, {}, 1.0), passed("vllm", 1.0, 1.0, 1.0)
+    ])  # fmt: skip
+    assert (row.errors, row.retries, row.ttft_p50, row.hit_share, row.wrong_texts) == (1, 2, 2.0, 0.5, 0)
     assert row.ttft_s == [1.0, 3.0, None]
     assert row.ttft_interval == (1.0, 3.0)
 
 
-def test_rivals_are_compared_request_by_request() -> None:
+def test_rivals_are_compared_request_by_request_over_all_rounds() -> None:
     report = Report("fleet")
-    rows = [passed("rekindle", 1.0, 2.0, 9.0, cached=80), passed("lmcache", 2.0, 4.0, 9.0, cached=60)]
+    rows = [passed("rekindle", 1.0, 2.0, cached=80), passed("lmcache", 2.0, 4.0, cached=60), passed("vllm", 1.0, 1.0)]
+    rows += [passed("vllm", 9.0, number=1), passed("lmcache", 9.0, cached=60, number=1)]
+    rows += [passed("rekindle", 9.0, cached=80, number=1)]  # in another order: rivals take turns
     broken = [FaultRow.of("rekindle", "Redis killed", [100], [(reply(1.0), 0)], 0)]
-    add_rows(report, rows, broken, {"vllm": "left out"})
-    (compared,) = report.fields["vs"]
+    add_rows(report, rows, broken, {"other": "left out"})
+    compared, _ = report.fields["vs"]
     assert (compared["rival"], compared["ttft_ratio"]) == ("lmcache", 0.5)
     assert compared["hit_share_diff"] == pytest.approx(0.2)
     assert (report.fields["errors"], report.fields["wrong_texts"]) == (0, 0)
-    assert report.fields["not_measured"] == {"vllm": "left out"}
+    assert report.fields["not_measured"] == {"other": "left out"}
     assert report.rows[-1].baseline == "not measured"
+    assert [row["moved_bytes"] for row in report.fields["rows"]] == [{"redis": 10}] * 3
+
+
+def test_a_round_that_a_rival_has_not_run_is_left_out() -> None:
+    rows = [passed(name, 1.0, number=number) for number in range(2) for name in ("vllm", "rekindle")]
+    rows += [passed("vllm", 1.0, phase="restarted")]
+    assert [(row.rival, row.phase, row.requests) for row in pooled(rows[:3])] == [
+        ("rekindle", "cold", 1), ("vllm", "cold", 1)
+    ]  # fmt: skip
+    assert [(row.phase, row.requests) for row in pooled(rows)] == [("cold", 2)] * 2
+    assert pooled(rows[:1])[0].rival == "vllm"
+
+
+def test_a_text_that_differs_from_vllms_own_is_wrong() -> None:
+    ours = passed("rekindle", 1.0, 1.0, 1.0)
+    texts = [(1, 2), (1, 3), (1, 3)]
+    replies = [(VllmReply(1.0, text, 0, error), 0) for text, error in zip(texts, (None, None, "late"), strict=True)]
+    other = Pass("vllm", "cold", 0, ours.prompts, [(reply(1.0), 0)] * 3, {}, 1.0)
+    rows = pooled([Pass("rekindle", "cold", 0, ours.prompts, replies, {}, 1.0), other])
+    assert [row.wrong_texts for row in rows] == [1, 0]
 
 
 def test_a_rival_without_replies_has_no_times() -> None:
     report = Report("fleet")
-    failed = PassRow.of("lmcache", "cold", [100], [(reply(1.0, error="no reply"), 1)], {}, 0, 1.0)
-    add_rows(report, [passed("rekindle", 1.0), failed], [], {})
-    assert report.fields["vs"][0]["ttft_ratio"] is None and failed.ttft_p50 is None
+    failed = passed("lmcache", 1.0, error="no reply")
+    add_rows(report, [passed("rekindle", 1.0), failed, passed("vllm", 1.0)], [], {})
+    assert report.fields["vs"][0]["ttft_ratio"] is None
+    assert report.fields["rows"][0]["ttft_p50"] is None
 
 
 def test_arrivals_of_a_trace_are_read(tmp_path: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from benchmarks import never_slower
-from benchmarks.base import BenchOptions, TimeIsUp
+from benchmarks.base import BenchOptions
 from benchmarks.never_slower import COMPUTING, Job, SlowerRow, _rows
 from benchmarks.stream.traces import Trace
 from rekindle.engine.fake import FakeEngine
@@ -25,7 +24,7 @@ def taking(*seconds: float) -> Job:
 
 def row_of(ours: tuple[float, ...], computing: tuple[float, ...]) -> SlowerRow:
     jobs = {COMPUTING: taking(*computing), "prefix from disk, later": taking(*ours)}
-    (row,) = _rows(jobs, 64, BenchOptions(limit=16))
+    (row,) = _rows([{name: job() for name, job in jobs.items()} for _ in range(16)], 64, BenchOptions())
     return row
 
 
@@ -53,19 +52,6 @@ def test_every_mechanism_is_measured_first_and_later(monkeypatch: pytest.MonkeyP
         (mechanism, request) for mechanism in mechanisms for request in ("first", "later")
     ]
     assert len(report.rows) == len(report.fields["rows"]) and report.fields["failures"] >= 0
-
-
-def test_a_run_reports_what_was_measured_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(never_slower, "load", lambda options: FakeEngine())
-
-    def advance(part: str, ends: str = "chunks, 64 tokens") -> None:
-        if part == ends:
-            raise TimeIsUp
-
-    report = never_slower.run(BenchOptions(quick=True, limit=1), advance)
-    assert {row["mechanism"] for row in report.fields["rows"]} == set(never_slower._PREFIXES)
-    with pytest.raises(TimeIsUp):
-        never_slower.run(BenchOptions(quick=True, limit=1), partial(advance, ends="prefixes, 64 tokens"))
 
 
 class OriginHere(ExitStack):

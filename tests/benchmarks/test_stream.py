@@ -15,13 +15,19 @@ pytest.importorskip("cryptography", reason="part of the crypto extra")
 
 
 def test_bench_stream_prints_its_fields(tiny_folder: Path, tmp_path: Path) -> None:
+    (traces := tmp_path / "traces").mkdir()
     for name, rates in (("a", "1 2 3"), ("b", "5 1 1")):
         lines = [f"{second},{rate}" for second, rate in enumerate(rates.split())]
-        tmp_path.joinpath(f"{name}.csv").write_text("\n".join(["time_s,mbps", *lines, ""]))
-    arguments = ["--model", str(tiny_folder), "--device", "cpu", "--traces", str(tmp_path), "--limit", "2"]
-    result = CliRunner().invoke(app, ["stream", *arguments, "--quick", "--json"])
+        traces.joinpath(f"{name}.csv").write_text("\n".join(["time_s,mbps", *lines, ""]))
+    arguments = ["--model", str(tiny_folder), "--device", "cpu", "--traces", str(traces), "--limit", "2"]
+    arguments += ["--resume", str(tmp_path / "units.jsonl"), "--quick", "--json"]
+    result = CliRunner().invoke(app, ["stream", *arguments])
     assert result.exit_code == 0, result.exception
     found = json.loads(result.stdout)
+    later = CliRunner().invoke(app, ["stream", *arguments, "--minutes", "0"])
+    assert later.exit_code == 0, later.exception
+    again = json.loads(later.stdout)
+    assert {name: again[name] for name in found} | {"command": ""} == found | {"command": ""} and again["measured_by"]
     assert {row["trace"] for row in found["rows"]} == {"a", "b"} and found["traces"] == "as given with --traces"
     assert [case["ratio"] for case in found["cases"]] == [1.0, 1.0]
     assert all(row["ttft_s"] > 0 and 0 <= row["streamed_share"] <= 1 for row in found["rows"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,13 +14,12 @@ from benchmarks import charts
 from benchmarks.base import Report
 from benchmarks.baselines.predictor import best_model
 from benchmarks.stream.costs import LayerTimings
-from benchmarks.stream.modes import MODES, StreamMode
-from benchmarks.stream.report import StreamResults, TraceCase, add_rows
+from benchmarks.stream.modes import MODE_SETS, MODES, StreamMode
+from benchmarks.stream.report import StreamResults, TraceCase, TracePass, add_rows
 from benchmarks.stream.schedules import coarse, compare
 from benchmarks.stream.site import StreamRun
 from benchmarks.stream.traces import made_trace
 from benchmarks.waiting.timeline import LinkCosts
-from rekindle.core.cells import TimelineEvent
 from rekindle.remote.latency import LayerTiming
 
 SKIPPED = StreamMode("stream", "raw")
@@ -44,15 +44,21 @@ KLS = {"raw": 0.0, "q8": 0.0, "q5": 0.001, "q4": 0.02, "q3": 0.04, "q2": 0.1}  #
 
 def case(name: str = "step down", ratio: float = 1.0, **other: float) -> TraceCase:
     times = {**TIMES, **other}
-    runs = [
-        StreamRun(
-            mode, times[mode.name], 1000, 0.5, 0.01, 1.0, 0.5, 0.1, events=(TimelineEvent("link", 0, 0, 1, 0.0, 1.0),)
+    runs = {
+        mode: StreamRun(mode, times[mode.name], 1000, 0.5, 0.01, 1.0, 0.5, 0.1) for mode in MODES if mode != SKIPPED
+    }
+    together = ratio * 10.0 / (1 + ratio)
+    change = made_trace(name, together, 0).change(together)
+    passes = [
+        TracePass(
+            ratio * 10.0,
+            change,
+            tuple(runs[mode] for mode in modes if mode in runs),
+            {mode.name: 65.0 for mode in modes if mode == SKIPPED},
         )
-        for mode in MODES
-        if mode != SKIPPED
+        for modes in MODE_SETS.values()
     ]
-    trace = made_trace(name, ratio * 10.0 / (1 + ratio), 0)
-    return TraceCase(trace, ratio, ratio * 10.0, MODES, runs, {SKIPPED: 65.0}, KLS)
+    return TraceCase(name, ratio, passes, MODES, KLS)
 
 
 def costs(chunks: int = 6, layers: int = 8) -> LinkCosts:
@@ -87,6 +93,18 @@ def test_the_ideal_is_both_lanes_at_full_speed_until_the_question() -> None:
     assert case().overlap_efficiency() == pytest.approx((0.5 + 4.75) / 6.0)
     assert case().overlap_efficiency("plain") == pytest.approx((0.5 + 1 / (1 / 8.5 + 1 / 9.5)) / 6.0)
     assert case(**{"ours q5": 5.25}).overlap_efficiency() == pytest.approx(1.0)
+
+
+def test_every_way_is_in_a_set_and_ours_in_all() -> None:
+    assert {mode for modes in MODE_SETS.values() for mode in modes} == set(MODES)
+    assert all(StreamMode("ours") in modes for modes in MODE_SETS.values())
+
+
+def test_ways_are_compared_with_ours_of_the_same_pass() -> None:
+    slow, fast = case(), case(**{name: seconds / 2 for name, seconds in TIMES.items()})
+    both = replace(slow, passes=[slow.passes[0], *fast.passes[1:]])
+    assert both.against_ours("fixed") == pytest.approx(1.5) and both.against_ours("sparkv") == pytest.approx(1.5)
+    assert both.ttft("fixed") == 9.0 and both.ttft("sparkv") == 4.5
 
 
 def test_a_single_lane_counts_if_its_quality_is_not_below_ours() -> None:

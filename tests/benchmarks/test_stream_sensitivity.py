@@ -24,8 +24,9 @@ def test_one_row_for_each_value(tmp_path: Path) -> None:
     measured = stream_costs.measure(engine, tokens[:384], True, 1, 0, said.append)
     with Site(setting, tmp_path / "whole", (LEVEL,)) as site:
         site.learn(measured)
-        rows = stream_sensitivity.measure(site, setting, tmp_path, measured, 0.05, said.append)
-        trouble = Trouble(setting, site, tmp_path, measured, 0.05, said.append).measure()
+        jobs = stream_sensitivity.jobs(lambda: site, setting, tmp_path, measured, 0.05)
+        rows = [job() for job in jobs.values()]
+        trouble = [Trouble(setting, site, tmp_path, measured, 0.05, said.append).row(kind) for kind in KINDS]
     engine.close()
     assert [row["trouble"] for row in trouble] == list(KINDS)
     assert all(row["vs_local"] == row["ours_s"] / row["local_s"] > 0 for row in trouble)
@@ -34,4 +35,4 @@ def test_one_row_for_each_value(tmp_path: Path) -> None:
     assert kinds[-3:] == [("requests", count) for count in stream_sensitivity.REQUESTS]
     assert ("busy cores", 0) in kinds and ("busy cores", 1) in kinds
     assert all(row["local_s"] > 0 and row["ours_s"] > 0 and 0 <= row["streamed_share"] <= 1 for row in rows)
-    assert "4 at once" in said
+    assert "4 at once" in jobs

@@ -18,6 +18,7 @@ from rekindle.engine.fake import FakeEngine
 from rekindle.errors import Cancelled, KvLost
 from rekindle.store.feed import StoredFeed
 from tests.chunks.chunk_reuse import PASSAGES, Outcome, asked, cancelling_after, compute, prefill, warmed
+from tests.kvs import variant_counts
 from tests.parity.engines import KINDS, assert_same, each, make, needs
 from tests.parity.sessions import is_open, opened, uncached, watch
 
@@ -104,13 +105,13 @@ def test_a_beginning_that_ends_inside_a_passage_is_the_same_from_the_store_and_t
 
 
 def break_feeds(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
-    real = StoredFeed.fill
+    real = StoredFeed._fill
 
     def fill(self: StoredFeed, layer: int, out: LayerKv) -> None:
         how(self, layer)
         real(self, layer, out)
 
-    monkeypatch.setattr(StoredFeed, "fill", fill)
+    monkeypatch.setattr(StoredFeed, "_fill", fill)
 
 
 @each(*SPANS)
@@ -214,7 +215,7 @@ def test_a_variant_is_a_view_on_what_is_kept_and_takes_no_second_copy(fake: Fake
             prefill(session, asked([A, B, C]))
             assert session.cache.store is not None
             sizes.append(sum(entry.size_bytes for entry in session.cache.store.disk.entries()))
-            assert session.cache.store.variants.stats().variants == (3 if level == "approximate" else 0)
+            assert variant_counts(session.cache.store).variants == (3 if level == "approximate" else 0)
     assert sizes[0] == sizes[1] > 0
 
 
@@ -233,7 +234,7 @@ def test_a_chunk_that_is_quoted_twice_is_reused_twice(fake: FakeEngine, folder: 
 def test_a_passage_that_begins_as_a_known_one_does_is_known_as_well(kind: str, folder: Path) -> None:
     with reusing(kind, folder) as session:
         warmed(session, [A], [A2])  # the second finds its first tokens in the first's place
-        assert session.cache.store is not None and session.cache.store.variants.stats().variants == 2
+        assert session.cache.store is not None and variant_counts(session.cache.store).variants == 2
         assert [chunk.source for chunk in prefill(session, asked([B, A2])).reuse.chunks] == ["exact", "reused"]
 
 

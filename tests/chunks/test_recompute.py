@@ -38,6 +38,7 @@ from tests.chunks.chunk_reuse import (
     same_kv,
     warmed,
 )
+from tests.kvs import variant_counts
 from tests.parity.sessions import is_open, opened, watch
 from tests.server.serving import eventually
 from tests.server.soak import tiny_embedder
@@ -132,13 +133,12 @@ def test_a_passage_that_was_computed_although_it_is_known_is_a_variant_that_fits
 ) -> None:
     with reusing(tmp_path / "cache", recompute_budget=0.99) as session:
         assert session.cache.store is not None
-        variants = session.cache.store.variants
         warmed(session, known)
-        before = variants.stats()
+        before = variant_counts(session.cache.store)
         done = prefill(session, asked(order))
         assert done.known.passages is not None
         (computed,) = done.known.passages.computed_in(done.plan)
-        after = variants.stats()
+        after = variant_counts(session.cache.store)
         assert after.variants - before.variants == after.chunks - before.chunks + 1 and after.nonprefix == nonprefix
         earlier = done.known.passages.digests[: done.known.passages.digests.index(computed.digest)]
         again = prefill(session, asked([A2, *order], "Who says so?"))
@@ -332,11 +332,10 @@ def test_passages_that_another_outline_hides_are_still_not_exact(session: Sessio
 
 def test_kv_computed_after_reused_passages_is_found_by_chunk_reuse_only(session: Session) -> None:
     assert session.cache.store is not None
-    variants = session.cache.store.variants
     warmed(session, [A, B])
     done = prefill(session, asked([B, A, C]))
     assert done.reuse.chunks[2].source == "computed"
-    assert variants.stats().nonprefix == 1
+    assert variant_counts(session.cache.store).nonprefix == 1
     assert_store_is_exact(session, kv_space_of(session), [done.tokens])
     session.cache.unpark()
     with session.cache.peek(asked([B, A, C], reuse="exact"), done.tokens, done.prompt.prompt_layout) as peeked:
@@ -400,13 +399,13 @@ def test_continuing_an_approximate_context_may_reuse_more_chunks(session: Sessio
 
 def break_feeds(monkeypatch: pytest.MonkeyPatch, how: Callable[[int], None]) -> None:
     """Every fill of a stored feed asks first."""
-    real = StoredFeed.fill
+    real = StoredFeed._fill
 
     def fill(self: StoredFeed, layer: int, out: LayerKv) -> None:
         how(layer)
         real(self, layer, out)
 
-    monkeypatch.setattr(StoredFeed, "fill", fill)
+    monkeypatch.setattr(StoredFeed, "_fill", fill)
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -583,12 +582,12 @@ def test_a_forgotten_document_leaves_no_variant_and_no_nonprefix_kv(tmp_path: Pa
         for order in ([TEA, CUPS], [CUPS, TEA, SECRET], [SECRET, CUPS], [TEA, SECRET, CUPS]):
             session.answer(ordered(session, order)).reply  # noqa: B018
             session.flush()
-        assert session.cache.store is not None and session.cache.store.variants.stats().nonprefix > 0
+        assert session.cache.store is not None and variant_counts(session.cache.store).nonprefix > 0
         assert traces(folder, secret)
         session.forget("safe")
         assert traces(folder, secret) == {}
         assert variants_of(session, SECRET) == []
-        assert session.cache.store.variants.stats().variants > 0
+        assert variant_counts(session.cache.store).variants > 0
         assert session.ask("tea at five", top_k=2, max_tokens=2).sources
     assert traces(folder, secret) == {}
 
@@ -656,7 +655,7 @@ def test_with_an_engine_that_cannot_recompute_everything_is_computed(tmp_path: P
     with reusing(tmp_path / "cache", Plain()) as session:
         warmed(session, [A, B])
         assert_is_exact(prefill(session, asked([B, A])))
-        assert session.cache.store is not None and session.cache.store.variants.stats().variants == 0
+        assert session.cache.store is not None and variant_counts(session.cache.store).variants == 0
 
 
 class Silent(FakeEngine):

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from rekindle import Session
-from rekindle.core.fingerprints import SHARED_TOKENS
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.session.prompt import encode_prompt
-from rekindle.store.text_index import SINK_TOKENS
+from rekindle.store.text_index import SHARED_TOKENS, SINK_TOKENS
 from tests.chunks.chunk_reuse import Outcome, assert_is_exact, assert_store_is_exact, cold, kv_space_of, prefill
 from tests.parity.engines import params
 from tests.parity.sessions import opened

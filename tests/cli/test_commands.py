@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rekindle import Session, __version__
+from rekindle.cli.entry import MODULES
 from rekindle.cli.main import app
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
@@ -300,6 +301,13 @@ def test_shells_complete_commands_and_models(tiny_folder: Path) -> None:
     assert complete("rekindle do") == [b"doctor"]
     assert complete("rekindle run ") == [b"minilm", b"smollm2", b"tiny"]
     assert complete("rekindle run ti") == [b"tiny"]
+
+
+def test_every_command_is_found_in_its_own_module() -> None:
+    alone = {one.name or one.callback.__name__: one.callback.__module__ for one in app.registered_commands}
+    for group in app.registered_groups:
+        (alone[group.name],) = {one.callback.__module__ for one in group.typer_instance.registered_commands}
+    assert {name: f"rekindle.cli.{module}" for name, module in MODULES.items()} == alone
 
 
 def test_importing_loads_nothing_heavy() -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rekindle.cache import inflight, stored_kv
 from rekindle.cache.cost import AlwaysReuse
-from rekindle.cli.main import main
+from rekindle.cli.entry import main
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Engine, Reserve
 from rekindle.engine.load import EngineOptions, load_engine

@@ -345,28 +345,71 @@ def test_another_server_loads_what_is_on_a_shared_tier(redis: RedisServer, tmp_p
 def test_what_came_from_a_shared_tier_is_then_in_the_folder(redis: RedisServer, tmp_path: Path) -> None:
     """Behind what the folder had: the tier is not asked again."""
     one, other = (Fleet(tmp_path / name, redis=redis.url) for name in ("one", "other"))
-    tokens = list(range(2000, 2100))
-    run_prompt(other, AskedRequest("begin", tokens[:40], 40), (3, 9))
-    run_prompt(one, AskedRequest("first", tokens, 100), (3, 9, 4, 7))
-    again = AskedRequest("again", tokens, 100)
-    assert other.planner.matched(again, 0) == 99
-    other.planner.admitted(again, ((20, 21, 22, 23),), 99)
+    tokens = list(range(2000, 2400))
+    first, second, third = (tuple(range(start, start + 13)) for start in (3, 20, 40))
+    run_prompt(other, AskedRequest("begin", tokens[:40], 40), first)
+    run_prompt(one, AskedRequest("first", tokens, 400), first)
+    again = AskedRequest("again", tokens, 400)
+    assert other.planner.matched(again, 0) == 399
+    other.planner.admitted(again, (second,), 399)
     other.step({}, {})
     assert loaded(other) == ({"again"}, set())
     assert other.worker.flush(PATIENCE_SECONDS)
     other.close()
     alone = Fleet(tmp_path / "other")  # without the tier
     later = replace(again, request_id="later")
+    assert alone.planner.matched(later, 0) == 399
+    alone.planner.admitted(later, (third,), 399)
+    alone.step({}, {})
+    assert loaded(alone) == ({"later"}, set())
+    for name, paged in one.memory.items():
+        was = paged.read(first, SIZE, Span(0, 399))
+        now = alone.memory[name].read(third, SIZE, Span(0, 399))
+        assert (was.keys == now.keys)[:, 32:].all() and (was.values == now.values)[:, 32:].all()
+    one.close()
+    alone.close()
+
+
+def test_a_short_beginning_from_a_shared_tier_is_saved_with_the_rest_in_one_piece(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    one, other = (Fleet(tmp_path / name, redis=redis.url) for name in ("one", "other"))
+    run_prompt(one, AskedRequest("first", list(range(4000, 4100)), 100), (3, 9, 4, 7))
+    tokens = [*range(4000, 4040), *range(5000, 5060)]
+    second = AskedRequest("second", tokens, 100)
+    assert other.planner.matched(second, 0) == 40
+    other.planner.admitted(second, ((20, 21, 22, 23),), 40)
+    other.step({}, {})
+    assert loaded(other) == ({"second"}, set())
+    second.num_computed_tokens = 40
+    plan = other.step({"second": 60}, {"second": (20, 21, 22, 23)})
+    assert [save.span for save in plan.saves] == [Span(0, 100)]
+    other.close()
+    alone = Fleet(tmp_path / "other")  # without the tier
+    later = replace(second, request_id="later", num_computed_tokens=0)
     assert alone.planner.matched(later, 0) == 99
+    assert len(list((tmp_path / "other").rglob("*.kv"))) == 1
     alone.planner.admitted(later, ((30, 31, 32, 33),), 99)
     alone.step({}, {})
     assert loaded(alone) == ({"later"}, set())
     for name, paged in one.memory.items():
-        was = paged.read((3, 9, 4, 7), SIZE, Span(0, 99))
-        now = alone.memory[name].read((30, 31, 32, 33), SIZE, Span(0, 99))
-        assert (was.keys == now.keys)[:, 32:].all() and (was.values == now.values)[:, 32:].all()
+        was = paged.read((3, 9), SIZE, Span(0, 40))
+        now = alone.memory[name].read((30, 31), SIZE, Span(0, 40))
+        assert (was.keys == now.keys).all() and (was.values == now.values).all()
     one.close()
     alone.close()
+
+
+def test_a_short_beginning_is_copied_by_itself_where_vllm_drops_what_lies_before_a_window(tmp_path: Path) -> None:
+    for whole, copied in ((1, False), (SIZE, True)):
+        fleet = Fleet(tmp_path / str(whole), whole=whole)
+        run_prompt(fleet, asked("first", 96), (3, 9, 4))
+        request = asked("again", 128)
+        assert fleet.planner.matched(request, 0) == 96
+        fleet.planner.admitted(request, ((20, 21, 22, 23),), 96)
+        assert [load.copied for load in fleet.step({}, {}).loads] == [copied]
+        assert loaded(fleet) == ({"again"}, set())
+        fleet.close()
 
 
 def test_what_is_damaged_on_a_shared_tier_is_computed(redis: RedisServer, tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def test_the_numbers_page_names_its_commands() -> None:
 
     page = (ROOT / "docs" / "numbers.md").read_text("utf-8")
     for name in BENCHES:
-        assert re.search(rf"^- .*: machine: .*; commit: .*; `python -m benchmarks {name}\b", page, re.MULTILINE), name
+        assert re.search(
+            rf"^- .*: machine: .*; commit: .*; [^`]*`[^`]*python -m benchmarks {name}\b", page, re.MULTILINE
+        ), name
 
 
 @pytest.mark.docs

@@ -676,11 +676,12 @@ def test_a_capacity_beyond_the_context_is_refused(engine: Engine) -> None:
 
 
 @scattered
-def test_a_probe_reads_attention_that_adds_up(engine: Engine) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_probe_reads_attention_that_adds_up(engine: Engine, sampled: bool) -> None:
     """Every token spends a mass of one; what one span of keys got is what the others did not."""
     readings: list[Reading] = []
     halves = (Span(0, 18), Span(18, COUNT))
-    probe = Probe(readings.append, queries=Span(30, COUNT), segments=halves)
+    probe = Probe(readings.append, queries=Span(30, COUNT), segments=halves, sampled=sampled)
     engine.step([Row(opened(engine), TOKENS, range(COUNT), probe=probe)])
     assert [r.layer for r in readings] == list(range(len(engine.layout.layers)))
     for reading in readings:

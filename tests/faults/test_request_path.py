@@ -190,7 +190,7 @@ def test_a_store_whose_load_raises_anything_is_done_without(
         if where == "load":
             patch.setattr(store_of(session), "load", raising(error))
         else:
-            patch.setattr(StoredFeed, "fill", raising(error))
+            patch.setattr(StoredFeed, "_fill", raising(error))
         reply = ask_in_time(session)
         assert (reply.reuse.reused, reply.reuse.miss) == (0, "lost")
         assert_right(kind, reply)
@@ -695,7 +695,7 @@ def test_what_the_store_did_not_take_is_not_counted_as_stored(kind: str, folder:
 
 
 @pytest.mark.parametrize("error", OTHER_ERRORS, **by_name)
-@pytest.mark.parametrize("call", ["gap", "keep"])
+@pytest.mark.parametrize("call", ["admit", "keep"])
 def test_a_keeper_survives_whatever_the_store_raises(call: str, error: Exception, folder: Path) -> None:
     with opened("fake", folder, **NO_MEMORY) as session, pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_of(session), call, raising(error))
@@ -755,7 +755,7 @@ def test_a_keep_that_hangs_delays_nobody_and_is_done_when_it_can_be(kind: str, f
 @pytest.mark.usefixtures("hurried")
 def test_a_keeper_that_hangs_forever_takes_a_bounded_number_of_jobs(folder: Path, hang: Hang) -> None:
     with opened("fake", folder, **NO_MEMORY) as session, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_of(session), "gap", hang.wrap(store_of(session).gap))
+        patch.setattr(store_of(session), "admit", hang.wrap(store_of(session).admit))
         for number in range(120):
             ask(session, [number, 5, 6, 7], 1)
         writer = session.cache.writer

@@ -25,9 +25,8 @@ from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variants import VariantCounts
 from tests.faults.folders import NO_MEMORY, REPOSITORY, WITH_MEMORY, copy, flip, prompt
-from tests.kvs import KV_SPACE, keep, load, make_kv
+from tests.kvs import KV_SPACE, VariantCounts, keep, load, make_kv, variant_counts
 from tests.store.scored import assert_gives, assert_loads, find, is_same, variant
 
 PROMPT = prompt(1, 150)
@@ -46,7 +45,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         keep(store, PROMPT)
         store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN, 0.25)])
         store.variants.keep_nonprefix(KV_SPACE, ALONE, make_kv(OTHER, PART), variant(OTHER, PART, 0.5))
-        assert store.variants.stats() == VariantCounts(2, 2, 1)
+        assert variant_counts(store) == VariantCounts(2, 2, 1)
     return folder
 
 
@@ -124,7 +123,7 @@ def test_garbage_in_any_column_is_unknown_and_raises_nothing(sound: Path, garbag
         with TieredStore(folder, NO_MEMORY) as store:
             assert served(store) == ([True, True] if column == "used" else [False, False])
             store.maintain()
-            assert store.variants.stats().variants <= 2
+            assert variant_counts(store).variants <= 2
             assert (store.counts.read_failures, store.counts.write_failures) == (0, 0)
             assert load(store, PROMPT) == len(PROMPT)
 

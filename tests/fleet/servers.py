@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -23,8 +23,10 @@ SIZES = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "max_posit
 
 def save_model(folder: Path, family: str, **changes: Any) -> Path:
     """A tiny model, without sliding windows unless they are asked for."""
-    whole = {"sliding_window": None, "use_sliding_window": False, "layer_types": None} if not changes else {}
-    tiny_model(family, **{**SIZES, **whole, **changes}).save_pretrained(folder)
+    whole: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
+    if hasattr(AutoConfig.for_model(family), "layer_types"):  # a Mistral that has them is read as a Ministral
+        whole["layer_types"] = None
+    tiny_model(family, **{**SIZES, **(changes or whole)}).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=byte_backend()).save_pretrained(folder)
     return folder
 

@@ -24,9 +24,10 @@ def session_reply(model: Path, cache: Path | str, tokens: list[int], count: int 
         return Served(tuple(reply.tokens), reply.usage.cached_tokens)
 
 
-@pytest.mark.parametrize("family", sorted(SHARED_FAMILIES))
-def test_a_session_and_vllm_use_each_others_kv(tmp_path: Path, family: str) -> None:
-    model = save_model(tmp_path / "model", family)
+@pytest.mark.parametrize(("family", "window"), [*((name, None) for name in sorted(SHARED_FAMILIES)), ("mistral", 64)])
+def test_a_session_and_vllm_use_each_others_kv(tmp_path: Path, family: str, window: int | None) -> None:
+    """With a window in all layers, too, as the first Mistral has it."""
+    model = save_model(tmp_path / "model", family, **({} if window is None else {"sliding_window": window}))
     cold = session_reply(model, "off", PROMPT)
     with serving(model) as server:
         assert server.reply(PROMPT, COUNT).tokens == cold.tokens

@@ -11,8 +11,7 @@ from random import Random
 from typing import NoReturn
 
 from rekindle.errors import BrokenArchive
-from rekindle.store.archive import export, import_
-from rekindle.store.archive_file import header_of, manifest_bytes
+from rekindle.store.archive import export, header_of, import_, manifest_bytes
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.fuzz import extents, mutations

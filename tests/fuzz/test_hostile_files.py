@@ -189,7 +189,7 @@ def test_an_archive_with_a_coded_extent_is_refused(tmp_path: Path) -> None:
     import hashlib
     import io
 
-    from rekindle.store.archive_file import (
+    from rekindle.store.archive import (
         ArchiveEntry,
         entry_member,
         extent_member,

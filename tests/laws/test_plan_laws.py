@@ -436,6 +436,20 @@ def test_another_size_is_no_change_of_the_machine(
     assert costs.rates.compute_seconds(Span(0, 500)) == pytest.approx(0.01 + per_token * 500, rel=0.5)
 
 
+def test_a_machine_that_became_busy_between_two_prefills_still_loads() -> None:
+    """As it was measured beside fourteen others on two cores: the shorter prefill took longer."""
+    costs = Costs(PRIOR)
+    costs.computed(Span(0, 757), 3.3)
+    for seconds in (9.6, 12.2, 9.7, 7.7):
+        costs.computed(Span(0, 155), seconds)
+        for token in range(8):
+            costs.stepped(Span(155 + token, 156 + token), 2.9)
+        found = make_plan(
+            Matches(155, stored=(Found(Span(0, 155), "disk", 7_000_000),)), costs.rates, PrefillSteps(512)
+        )
+        assert found.reused == 154
+
+
 def test_tries_in_vain_become_rare() -> None:
     """What takes three times as long as computing is tried less and less often."""
     costs, tries = Costs(PRIOR), []

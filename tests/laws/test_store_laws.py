@@ -92,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = load(self.store, tokens, kv_space)  # compares every number
         assert found <= self._known(kv_space, tokens, self.ever)
         assert found >= self._known(kv_space, tokens, self.kept)
-        gap = self.store.gap(kv_space, tokens)
+        gap = self.store.lookup(kv_space, tokens).gap()
         whole = found // BLOCK_TOKENS * BLOCK_TOKENS
         assert gap == (None if found == len(tokens) else Span(whole, len(tokens)))
         self.store.record_use(self.store.lookup(kv_space, tokens), saved_ms=2.0)

@@ -593,8 +593,8 @@ def test_a_load_that_waited_for_the_engine_is_not_called_late(
     with opened(kind, tmp_path / "cache") as session:
         session.warm([PROMPT])
     monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 3.0)
-    real = StoredFeed.fill
-    monkeypatch.setattr(StoredFeed, "fill", lambda *args: (time.sleep(0.02), real(*args))[1])
+    real = StoredFeed._fill
+    monkeypatch.setattr(StoredFeed, "_fill", lambda *args: (time.sleep(0.02), real(*args))[1])
     with opened(kind, tmp_path / "cache") as session, busy(session.engine, 4.0):
         reply = ask(session, PROMPT)
         assert_right(kind, reply, PROMPT)
@@ -606,8 +606,8 @@ def test_a_load_that_is_late_is_learned_from(tmp_path: Path, monkeypatch: pytest
     with opened("hf", tmp_path / "cache") as session:
         session.warm([PROMPT])
     monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.05)
-    real = StoredFeed.fill
-    monkeypatch.setattr(StoredFeed, "fill", lambda *args: (time.sleep(0.2), real(*args))[1])
+    real = StoredFeed._fill
+    monkeypatch.setattr(StoredFeed, "_fill", lambda *args: (time.sleep(0.2), real(*args))[1])
     with opened("hf", tmp_path / "cache") as session:
         session.cache.kv.costs = costs = Costs(FREE)
         assert ask(session, PROMPT).reuse.miss == "lost"

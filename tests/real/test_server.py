@@ -234,7 +234,7 @@ def test_a_client_that_leaves_frees_its_place(served: Served) -> None:
     stream = served.openai().chat.completions.create(model="smollm2", messages=CHAT, stream=True, max_tokens=1500)
     next(iter(stream))
     stream.close()
-    eventually(lambda: served.service.line.running == 0)
+    eventually(lambda: served.service.admission.running == 0)
     assert served.chat(CHAT)["usage"]["completion_tokens"] == 4
 
 

@@ -107,7 +107,7 @@ def test_a_hundred_adapters_take_the_memory_of_a_few_and_share_steps(
 
         def watched(rows: Sequence[Row], cancelled: Any = None) -> Any:
             if not together:  # held until others wait for the next step
-                eventually(lambda: served.service.line.running == 6)
+                eventually(lambda: served.service.admission.running == 6)
             together.add(len({row.sequence.adapter for row in rows}))  # type: ignore[attr-defined]
             held.add(session.adapters.loaded_bytes)
             return step(rows, cancelled)

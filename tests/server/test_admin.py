@@ -177,7 +177,7 @@ def test_what_is_computed_for_a_killed_app_stops(served: Served) -> None:
 
         stream = Asking(follow)
         other = Asking(lambda: served.post("/v1/completions", prompt="three", app_id="chat", max_tokens=2))
-        eventually(lambda: served.service.line.running == 3 and begun.is_set())
+        eventually(lambda: served.service.admission.running == 3 and begun.is_set())
         with served.http() as admin:
             told = admin.put(f"{OWN}/apps/mail", json={"state": "killed"}).json()
         assert told["stopped_requests"] == 2 and told["state"] == "killed"
@@ -193,13 +193,13 @@ def test_what_stands_in_line_for_a_killed_app_does_not_start(serve: Serve) -> No
     served = serve(session={"parallel": 1})
     served.engine.go.clear()
     first = Asking(lambda: served.post("/v1/completions", prompt="one", app_id="chat", max_tokens=2))
-    eventually(lambda: served.service.line.running == 1)
+    eventually(lambda: served.service.admission.running == 1)
     second = Asking(lambda: served.post("/v1/completions", prompt="two", app_id="mail", max_tokens=2))
-    eventually(lambda: served.service.line.waiting == 1)
+    eventually(lambda: served.service.admission.waiting == 1)
     with served.http() as admin:
         told = admin.put(f"{OWN}/apps/mail", json={"state": "killed"}).json()
     assert told["stopped_requests"] == 1
-    assert second.result().status_code == 503 and served.service.line.waiting == 0
+    assert second.result().status_code == 503 and served.service.admission.waiting == 0
     served.engine.go.set()
     assert first.result().status_code == 200
     assert "two" not in served.engine.prompts

@@ -26,7 +26,7 @@ PREFIX = "Every evening the old keeper climbed the stairs of the lighthouse to l
 
 def asking(served: Served, prompt: str, **body: Any) -> Asking:
     """Ask, and go on once the request is answered or stands in line."""
-    line = served.service.line
+    line = served.service.admission
     before = line.running + line.waiting
     started = Asking(lambda: served.post(PATH, prompt=prompt, **{**SHORT, **body}))
     eventually(lambda: line.running + line.waiting > before)
@@ -45,7 +45,7 @@ def test_a_client_that_goes_away_stops_its_work_within_a_token(serve: Serve, str
         if stream:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
         eventually(lambda: engine.steps == 8)
-    eventually(lambda: served.service.line.running == 0)
+    eventually(lambda: served.service.admission.running == 0)
     assert engine.steps <= 8 + deaf
     engine.go.set()
     steps = engine.steps
@@ -58,7 +58,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_computed_stops_it(serve: Se
     served.engine.go.clear()
     with connected(served, PATH, prompt=PREFIX, **LONG):
         assert served.engine.entered.wait(60)
-    eventually(lambda: served.service.line.running == 0)
+    eventually(lambda: served.service.admission.running == 0)
     assert served.engine.steps == 0
 
 
@@ -67,8 +67,8 @@ def test_a_client_that_goes_away_in_line_leaves_it(serve: Serve) -> None:
     served.engine.go.clear()
     first = asking(served, "first")
     with connected(served, PATH, prompt="second", **SHORT):
-        eventually(lambda: served.service.line.waiting == 1)
-    eventually(lambda: served.service.line.waiting == 0)
+        eventually(lambda: served.service.admission.waiting == 1)
+    eventually(lambda: served.service.admission.waiting == 0)
     served.engine.go.set()
     assert first.result().status_code == 200
     assert served.engine.prompts == ["first"]
@@ -83,7 +83,7 @@ def test_the_openai_client_may_close_a_stream(serve: Serve) -> None:
     )  # what is drawn may be parts of characters, and no text for a while
     next(iter(stream))
     stream.close()
-    eventually(lambda: served.service.line.running == 0)
+    eventually(lambda: served.service.admission.running == 0)
     assert served.engine.steps <= 6
 
 
@@ -93,7 +93,7 @@ def test_many_that_leave_take_nothing_with_them(serve: Serve) -> None:
         with connected(served, PATH, prompt=f"{number} {PREFIX}", stream=bool(number % 2), **LONG) as client:
             if number % 3:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # rudely
-    eventually(lambda: served.service.line.running == 0 and served.service.line.waiting == 0)
+    eventually(lambda: served.service.admission.running == 0 and served.service.admission.waiting == 0)
     assert served.chat("and now?")["usage"]["completion_tokens"] == 4
 
 
@@ -125,7 +125,7 @@ def test_a_request_that_takes_too_long_is_told_so_and_stopped(serve: Serve) -> N
     served.engine.go.clear()
     told = served.post(PATH, prompt="one", **LONG)
     assert told.status_code == 504 and "--timeout" in told.json()["error"]["message"]
-    eventually(lambda: served.service.line.running == 0)
+    eventually(lambda: served.service.admission.running == 0)
 
 
 def test_the_foreground_goes_before_the_background(serve: Serve) -> None:
@@ -142,7 +142,7 @@ def test_the_foreground_goes_before_the_background(serve: Serve) -> None:
 def test_the_background_leaves_a_place_to_the_foreground(serve: Serve) -> None:
     served = serve(session={"parallel": 2}, queue=2)
     served.engine.go.clear()
-    line, behind = served.service.line, [asking(served, f"{n} later", app_state="background") for n in range(3)]
+    line, behind = served.service.admission, [asking(served, f"{n} later", app_state="background") for n in range(3)]
     assert (line.running, line.waiting) == (1, 2)
     first = asking(served, "now", app_id="chat", app_state="foreground")
     assert (line.running, line.waiting) == (2, 2), "a place is free for it, though the line is full"
@@ -180,7 +180,7 @@ def test_tenants_have_shares_of_their_own(serve: Serve) -> None:
 
     served = serve(session={"parallel": 1}, keys=ApiKeys([ALICE, BOB]))
     served.engine.go.clear()
-    line = served.service.line
+    line = served.service.admission
     asked = []
     for number, key in enumerate([ALICE] * 4 + [BOB]):
         asked.append(Asking(lambda n=number, k=key: served.post(PATH, k, prompt=f"{n} {k}", app_id="same", **SHORT)))
@@ -296,5 +296,5 @@ def test_where_company_in_the_buffer_changes_bits_deterministic_requests_come_on
     serve: Serve, deterministic: bool
 ) -> None:
     served = serve(Crowded(), session={"deterministic": deterministic, "parallel": 4})
-    assert served.service.line.places == (1 if deterministic else 4)
-    assert serve().service.line.places > 1
+    assert served.service.admission.places == (1 if deterministic else 4)
+    assert serve().service.admission.places > 1

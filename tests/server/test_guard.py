@@ -8,7 +8,7 @@ import pytest
 from rekindle.core.scope import Scope
 from rekindle.errors import InvalidSetting
 from rekindle.server.auth import ApiKeys, answered_hosts, check_settings
-from rekindle.server.ollama.translate import OLLAMA
+from rekindle.server.ollama import OLLAMA
 from rekindle.server.protocol import OPENAI
 from rekindle.server.routes import ENDPOINTS, Endpoint
 from rekindle.settings import ServerSettings

@@ -52,11 +52,11 @@ def test_clients_that_went_away_are_counted(served: Served) -> None:
     body: dict[str, Any] = {"prompt": "one", "max_tokens": 1000}
     for stream in (False, True):
         with connected(served, "/v1/completions", stream=stream, **body):
-            eventually(lambda: served.service.line.running == 1)
+            eventually(lambda: served.service.admission.running == 1)
             if stream:
                 served.engine.permits.release(4)
                 eventually(lambda: served.engine.steps >= 4)
-        eventually(lambda: served.service.line.running == 0)
+        eventually(lambda: served.service.admission.running == 0)
     eventually(lambda: samples(served).get(("rekindle_requests_total", "disconnected")) == 2)
 
 
@@ -105,7 +105,7 @@ def test_misses_are_counted_by_reason(served: Served) -> None:
 def test_the_line_is_told_as_it_is(serve: Serve) -> None:
     served = serve(session={"parallel": 1}, queue=1)
     served.engine.go.clear()
-    line = served.service.line
+    line = served.service.admission
     asked = []
     for number in range(2):
         asked.append(Asking(lambda n=number: served.post("/v1/completions", prompt=f"{n}", max_tokens=2)))

@@ -121,7 +121,7 @@ def test_waiting_and_cancelled_requests_are_shown(serve: Serve) -> None:
     served = serve(session={"parallel": 1})
     served.engine.go.clear()
     first = Asking(lambda: served.chat(LONG))
-    eventually(lambda: served.service.line.running == 1)
+    eventually(lambda: served.service.admission.running == 1)
     second = Asking(
         lambda: served.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], app_id="x")
     )

@@ -84,7 +84,7 @@ def test_who_leaves_the_line_leaves_nothing_behind(served: Served) -> None:
 def test_few_prompts_come_ahead(served: Served) -> None:
     first = busy(served)
     others = [Asking(lambda end=end: served.post(PATH, prompt=PROMPT + end, **ASKED)) for end in ("a", "b", "c", "d")]
-    eventually(lambda: served.service.line.waiting == 4)
+    eventually(lambda: served.service.admission.waiting == 4)
     eventually(lambda: ahead(served) > 0)
     assert served.session.cache.remote is not None
     assert len(served.session.cache.remote.ahead) <= streams.MAX_AHEAD

@@ -113,8 +113,8 @@ def test_a_client_that_leaves_the_queue_stops_the_reading_and_claims_nothing(
 ) -> None:
     with restarted(tmp_path / "cache") as served, busy(served):
         with connected(served, PATH, prompt=STORIES[0], **ASKED):
-            eventually(lambda: served.service.line.waiting)
-        eventually(lambda: not served.service.line.waiting)
+            eventually(lambda: served.service.admission.waiting)
+        eventually(lambda: not served.service.admission.waiting)
         slow_disk.set()
         eventually(lambda: served.service.prefetching.submit(lambda: True).result(PATIENCE_SECONDS))  # behind it
         assert len(memory_of(served)) == 0 and is_unclaimed(served)
@@ -126,7 +126,7 @@ def test_a_disk_that_does_not_answer_delays_neither_the_running_nor_the_queued_r
     with restarted(tmp_path / "cache") as served:
         with busy(served):
             queued = Asking(lambda: served.post(PATH, prompt=STORIES[0], **ASKED))
-            eventually(lambda: served.service.line.waiting)
+            eventually(lambda: served.service.admission.waiting)
         assert queued.result().json()["rekindle"]["loaded_from"]["disk"] > 0
         assert not slow_disk.is_set()
         slow_disk.set()
@@ -141,7 +141,7 @@ def test_queued_prompts_never_take_more_than_the_memory_limit_nor_from_each_othe
             queued = []
             for number, story in enumerate(STORIES, start=1):
                 queued.append(Asking(lambda story=story: served.post(PATH, prompt=story + "And then", **ASKED)))
-                eventually(lambda number=number: served.service.line.waiting == number)
+                eventually(lambda number=number: served.service.admission.waiting == number)
             eventually(lambda: len(memory) > 0)
             served.service.prefetching.submit(lambda: None).result(PATIENCE_SECONDS)  # behind all three
             assert len(memory) == 1 and 0 < memory.size_bytes <= memory.limit_bytes

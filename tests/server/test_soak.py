@@ -99,8 +99,12 @@ class Rig:
         """Wait until nothing is going on."""
         service = self.server.host.services()[0]
         deadline = time.monotonic() + 60
-        while service.line.running or service.line.waiting or self._connections():
-            assert time.monotonic() < deadline, (service.line.running, service.line.waiting, self._connections())
+        while service.admission.running or service.admission.waiting or self._connections():
+            assert time.monotonic() < deadline, (
+                service.admission.running,
+                service.admission.waiting,
+                self._connections(),
+            )
             time.sleep(0.05)
         assert self.session.flush()
 
@@ -119,7 +123,7 @@ class Rig:
     def assert_nothing_is_left(self) -> None:
         """No request, place, job, flight or sequence but those that wait for their next request."""
         service, cache, engine = self.server.host.services()[0], self.session.cache, self.session.engine
-        assert (service.line.running, service.line.waiting) == (0, 0)
+        assert (service.admission.running, service.admission.waiting) == (0, 0)
         assert not service._jobs and not service._tasks
         assert not self.session.shares._here
         assert not cache._inflight._flying

@@ -141,7 +141,7 @@ def test_an_app_of_another_salt_goes_on(keyed: Served) -> None:
     keyed.engine.go.clear()
     body = {"prompt": "one", "max_tokens": 4, "temperature": 0, "app_id": "mail", "cache_salt": "room 1"}
     asked = Asking(lambda: keyed.post("/v1/completions", ALICE, **body))
-    eventually(lambda: keyed.service.line.running == 1)
+    eventually(lambda: keyed.service.admission.running == 1)
     with keyed.http(ALICE) as client:
         said = client.put(f"{OWN}/apps/mail", json={"state": "killed", "cache_salt": "room 2"}).json()
     keyed.engine.go.set()

@@ -16,7 +16,7 @@ from rekindle.core.request import Message, Request, Sampling
 from rekindle.engine.fake import END, START, VOCABULARY, ByteTokenizer, FakeEngine
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import InvalidPrompt
-from rekindle.session.prompt import OwnReplies, PromptTokens, WrittenReplies
+from rekindle.session.prompt import PromptTokens, WrittenReplies
 from rekindle.settings import Settings
 from rekindle.text.base import ReplayedChat, Written, WrittenReply
 from tests.server.scripted import Reciting
@@ -72,15 +72,11 @@ def asked(tenant: str = "a", salt: str = "", adapter: str = "") -> Request:
 
 
 def note(kept: WrittenReplies, request: Request, text: str) -> None:
-    own = kept.of(request)
-    assert isinstance(own, OwnReplies)
-    own.note(ENGINE, PromptTokens((1, 2)), request, cast(Reply, _Said(text)))
+    kept.note(ENGINE, PromptTokens((1, 2)), request, cast(Reply, _Said(text)))
 
 
 def is_known(kept: WrittenReplies, request: Request, text: str) -> bool:
-    own = kept.of(request)
-    assert own is not None
-    found = own.standing_for([Message("user", "x"), Message("assistant", text)])
+    found = kept.standing_for(request, [Message("user", "x"), Message("assistant", text)])
     return found == {1: WrittenReply(tuple(text.encode()), "", (1, 2))}
 
 
@@ -103,10 +99,9 @@ def test_each_scope_and_adapter_has_its_own() -> None:
 def test_a_reply_stands_in_only_in_the_chat_that_it_answered() -> None:
     kept = replies()
     note(kept, asked(), "yes")
-    own = kept.of(asked())
-    assert own is not None and is_known(kept, asked(), "yes")
-    assert own.standing_for([Message("user", "y"), Message("assistant", "yes")]) == {}
-    assert own.standing_for([Message("user", "x"), Message("user", "yes")]) == {}
+    assert is_known(kept, asked(), "yes")
+    assert kept.standing_for(asked(), [Message("user", "y"), Message("assistant", "yes")]) == {}
+    assert kept.standing_for(asked(), [Message("user", "x"), Message("user", "yes")]) == {}
 
 
 def test_so_many_are_remembered_and_nobody_drives_out_those_of_another_tenant() -> None:
@@ -121,7 +116,10 @@ def test_so_many_are_remembered_and_nobody_drives_out_those_of_another_tenant() 
 
 
 def test_without_the_setting_nothing_is_remembered() -> None:
-    assert WrittenReplies(Settings(), cast(LoraManager, Names())).of(asked()) is None
+    kept = WrittenReplies(Settings(), cast(LoraManager, Names()))
+    note(kept, asked(), "yes")
+    assert not is_known(kept, asked(), "yes")
+    assert not kept._tenants
 
 
 def test_calls_that_are_no_list_are_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.errors import BrokenArchive, EntryNotFound, InvalidSetting
-from rekindle.store.archive import export, import_
-from rekindle.store.archive_file import MANIFEST, manifest_bytes, member_info, tar_writer
+from rekindle.store.archive import MANIFEST, export, import_, manifest_bytes, member_info, tar_writer
 from rekindle.store.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore

@@ -27,7 +27,7 @@ from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
-from rekindle.store.tiered import TieredStore
+from rekindle.store.tiered import Kept, TieredStore
 from tests.faults.folders import file_bytes
 from tests.kvs import KV_SPACE, SMALL, keep, load, make_kv
 from tests.store.neighbour import Neighbour, neighbour
@@ -70,7 +70,8 @@ def fill(folder: Path) -> list[list[int]]:
         shutil.copy(folder / CATALOG, folder / f"{CATALOG}.broken-1")
         shutil.copy(folder / f"{CATALOG}-wal", folder / f"{CATALOG}.broken-1-wal")
     with TieredStore(folder, SECOND_USE) as store:
-        assert store.gap(replace(OWN, namespace=replace(OWN.namespace, salt=f"{SALT}-2")), prompts[0]) is None
+        other = replace(OWN, namespace=replace(OWN.namespace, salt=f"{SALT}-2"))
+        assert isinstance(store.admit(other, prompts[0]), Kept)
     return prompts
 
 
@@ -288,7 +289,7 @@ def test_new_salts_that_are_only_met_stay_within_the_limit(tmp_path: Path) -> No
     with TieredStore(tmp_path / "c", settings) as store:
         for number in range(800):
             kv_space = replace(KV_SPACE, namespace=replace(KV_SPACE.namespace, salt=f"{number:04000}"))
-            assert store.gap(kv_space, [1, 2, 3]) is None
+            assert isinstance(store.admit(kv_space, [1, 2, 3]), Kept)
         assert file_bytes(tmp_path / "c") <= limit
         with store.disk.database.reading() as connection:
             assert connection.execute("SELECT count(*) FROM kv_spaces").fetchone()[0] > 10

@@ -22,9 +22,10 @@ from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.errors import KvLost
 from rekindle.store.archive import export, import_
-from rekindle.store.catalog import catalog, delta_rows
+from rekindle.store.catalog import catalog
 from rekindle.store.catalog.catalog import Extent
 from rekindle.store.check import CacheProblem, check
+from rekindle.store.delta_base import bases_of
 from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.purge import TokenRun
@@ -72,7 +73,7 @@ def _turned(half: NDArray[np.float16], span: Span, seed: int) -> NDArray[np.floa
 
 def keep(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace) -> Kept:
     """Keep what is missing of a prompt."""
-    gap = store.gap(kv_space, tokens)
+    gap = store.lookup(kv_space, tokens).gap()
     return Kept("known") if gap is None else store.keep(kv_space, tokens, adapted(tokens, gap, kv_space))
 
 
@@ -134,7 +135,7 @@ def rows_of(store: TieredStore, kv_space: KvSpace) -> list[Extent]:
 def stands_on(store: TieredStore, row: Extent) -> list[int]:
     """The numbers of the extents that one is a difference from."""
     with store.disk.database.reading() as connection:
-        return [part.base for part in delta_rows.bases_of(connection, row.id)]
+        return [part.base for part in bases_of(connection, row.id)]
 
 
 def codings(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace) -> list[tuple[str, int]]:

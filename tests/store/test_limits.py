@@ -20,7 +20,7 @@ from rekindle.store.disk import Machine
 from rekindle.store.evict import POLICIES, EvictionState, chance, rank
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
-from rekindle.store.tiered import TieredStore
+from rekindle.store.tiered import Kept, TieredStore
 from tests.kvs import KV_SPACE, keep, load, make_kv
 
 ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
@@ -237,12 +237,12 @@ def test_on_second_use_only_what_was_met_before_is_kept(tmp_path: Path) -> None:
     settings = StoreSettings(disk_limit="50MB", memory_limit=0, admission="second-use")
     with TieredStore(tmp_path / "c", settings) as store:
         system = prompt(0, 320)
-        assert store.gap(KV_SPACE, system + prompt(1)) is None
-        gap = store.gap(KV_SPACE, system + prompt(2))
+        assert isinstance(store.admit(KV_SPACE, system + prompt(1)), Kept)
+        gap = store.admit(KV_SPACE, system + prompt(2))
         assert gap == Span(0, 320)  # the system prompt was met twice, the questions once each
         assert store.keep(KV_SPACE, system + prompt(2), make_kv(system + prompt(2), gap)).outcome == "kept"
         assert load(store, system + prompt(3)) == 320
-        assert store.gap(KV_SPACE, system + prompt(2)) == Span(320, 960)
+        assert store.admit(KV_SPACE, system + prompt(2)) == Span(320, 960)
 
 
 def test_memory_holds_what_fits_and_serves_it_after_the_file_went(tmp_path: Path) -> None:

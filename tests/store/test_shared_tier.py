@@ -19,7 +19,7 @@ from rekindle.codec.cipher import Secret
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import LayerKv, Span
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.objects import ObjectStore
+from rekindle.store.objects import ByteRange, ObjectStore
 from rekindle.store.redis import RedisObjects
 from rekindle.store.sealed import SealedObjects
 from rekindle.store.settings import StoreSettings
@@ -95,6 +95,34 @@ def test_what_one_server_kept_another_loads(node: Node) -> None:
     assert loaded(b, OTHER) == 700 - 320  # its own whole blocks first
 
 
+def test_a_short_beginning_of_another_prompt_is_found(node: Node) -> None:
+    share(node("a"), TOKENS[:190])
+    b = node("b")
+    for count in (33, 100, 170):
+        assert loaded(b, [*TOKENS[:count], *OTHER[-200:]]) == count
+
+
+def test_small_layers_are_fetched_with_one_request(node: Node, server: RedisServer) -> None:
+    class Counting(RedisObjects):
+        asked = 0
+
+        def get_ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | None]:
+            Counting.asked += 1
+            return super().get_ranges(wanted)
+
+    share(node("a"), TOKENS)
+    b = node("b", Counting(server.url, 1 << 30))
+    match = b.shared.extend(KV_SPACE, b.lookup(KV_SPACE, TOKENS), NAMES)
+    headers = Counting.asked
+    right = make_kv(TOKENS, Span(0, 1500))
+    with b.load(KV_SPACE, match) as feed:
+        for layer in feed.layers:
+            out = LayerKv(np.zeros_like(right.layers[layer].keys), np.zeros_like(right.layers[layer].values))
+            feed.fill(layer, out)
+            assert np.array_equal(out.keys, right.layers[layer].keys)
+    assert len(feed.layers) > 1 and Counting.asked == headers + 1
+
+
 def test_a_continued_prompt_adds_only_what_is_new(node: Node, server: RedisServer) -> None:
     a, b = node("a"), node("b")
     assert share(a, TOKENS[:1000]) == "kept"
@@ -141,7 +169,7 @@ def test_flipped_bytes_are_never_served_and_are_written_again(node: Node, server
         assert loaded(b, TOKENS) == 1500
 
 
-@pytest.mark.parametrize("calls", range(12))
+@pytest.mark.parametrize("calls", range(13))
 def test_a_server_that_dies_while_it_writes_leaves_nothing_that_is_wrong(
     node: Node, server: RedisServer, calls: int
 ) -> None:
@@ -160,7 +188,7 @@ def test_a_server_that_dies_while_it_writes_leaves_nothing_that_is_wrong(
     a = node("a", Dying(server.url, 1 << 30))
     keep(a, TOKENS[:600])
     keep(a, TOKENS)
-    with pytest.raises(SystemExit) if calls < 8 else pytest.MonkeyPatch.context():
+    with pytest.raises(SystemExit) if calls < 11 else pytest.MonkeyPatch.context():
         share(a, TOKENS)
     b = node("b")
     assert loaded(b, TOKENS) in (0, 576, 600, 1500)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.store.archive_file import TarReader, header_of, member_info, tar_writer
+from rekindle.store.archive import TarReader, header_of, member_info, tar_writer
 
 
 def write(path: Path, members: dict[str, bytes]) -> Path:

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from benchmarks.text_places import measure_text
 from rekindle.core.chunk import chunk_digest
-from rekindle.core.fingerprints import GRAM_TOKENS, SHARED_TOKENS, WINDOW_GRAMS, Fingerprints
 from rekindle.core.keys import KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.store.catalog import catalog
 from rekindle.store.folder import CATALOG
 from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
-from rekindle.store.text_index import SINK_TOKENS, FoundText
+from rekindle.store.text_index import GRAM_TOKENS, SHARED_TOKENS, SINK_TOKENS, WINDOW_GRAMS, Fingerprints, FoundText
 from rekindle.store.tiered import TieredStore
 from tests.kvs import KV_SPACE, SMALL, keep, make_kv
 from tests.store.scored import assert_gives, variant

@@ -24,8 +24,7 @@ from rekindle.store.disk import Machine
 from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variants import VariantCounts
-from tests.kvs import KV_SPACE, SMALL, keep, load, make_kv
+from tests.kvs import KV_SPACE, SMALL, VariantCounts, keep, load, make_kv, variant_counts
 from tests.store.scored import assert_gives, assert_loads, find, is_same, variant
 from tests.store.test_purge import numbers, traces
 
@@ -121,7 +120,7 @@ def test_one_chunk_in_several_prompts_has_a_variant_of_each(tmp_path: Path) -> N
         assert sorted(found) == [17, 34, 51]
         for prompt in prompts:
             assert_loads(store, found[len(prompt) - 61], prompt)
-        assert store.variants.stats(KV_SPACE) == VariantCounts(chunks=1, variants=3, nonprefix=0)
+        assert variant_counts(store, KV_SPACE) == VariantCounts(chunks=1, variants=3, nonprefix=0)
 
 
 def test_the_same_place_twice_is_one_row(tmp_path: Path) -> None:
@@ -171,7 +170,7 @@ def test_no_other_tenant_salt_adapter_codec_or_key_sees_a_variant(tmp_path: Path
         listed(store)
         store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(CHUNK, Span(0, 60)), variant(PROMPT, SPAN, 0.5))
         for other in others:
-            assert find(store, CHUNK, other) == [] and store.variants.stats(other) == VariantCounts()
+            assert find(store, CHUNK, other) == [] and variant_counts(store, other) == VariantCounts()
             keep(store, PROMPT, other)
             assert find(store, CHUNK, other) == []
             with pytest.raises(InvalidSetting):
@@ -224,7 +223,7 @@ def test_removing_entries_removes_their_variants(tmp_path: Path) -> None:
         assert rows(store) == 1
         store.disk.remove(store.disk.entries())
         store.disk.collect()
-        assert rows(store) == 0 and store.variants.stats() == VariantCounts()
+        assert rows(store) == 0 and variant_counts(store) == VariantCounts()
 
 
 def test_what_is_used_least_goes_first_and_the_new_one_stays(tmp_path: Path) -> None:
@@ -272,7 +271,7 @@ def test_nonprefix_kv_comes_back_to_the_bit_and_no_exact_lookup_finds_it(tmp_pat
             assert_gives(store, known, right)
             assert store.lookup(KV_SPACE, CHUNK).length == 0 and store.lookup(KV_SPACE, PROMPT).length == 0
             assert find(store, CHUNK, nonprefix(KV_SPACE)) == []
-            assert store.variants.stats() == VariantCounts(chunks=1, variants=1, nonprefix=1)
+            assert variant_counts(store) == VariantCounts(chunks=1, variants=1, nonprefix=1)
             assert check(store.disk).problems == ()
 
 
@@ -368,7 +367,7 @@ def test_after_a_purge_no_trace_of_the_tokens_is_left_in_rows_nor_in_nonprefix_k
         for span in spans:
             chunk = prompt[span.start : span.stop]
             store.variants.keep_nonprefix(KV_SPACE, chunk, make_kv(prompt, span), variant(prompt, span, 0.1))
-        assert store.variants.stats(KV_SPACE) == VariantCounts(chunks=3, variants=6, nonprefix=3)
+        assert variant_counts(store, KV_SPACE) == VariantCounts(chunks=3, variants=6, nonprefix=3)
         assert traces(folder, secret)
         store.purge("local", "", [TokenRun("words", token_bytes(secret))])
         assert traces(folder, secret) == []
@@ -414,7 +413,7 @@ def test_an_archive_carries_exact_kv_alone(tmp_path: Path) -> None:
     imported = import_(lambda: TieredStore(tmp_path / "d", ON_DISK), tmp_path / "archive", evict=False)
     assert (imported.kept, imported.refused) == (1, ())
     with TieredStore(tmp_path / "d", ON_DISK) as store:
-        assert load(store, PROMPT) == len(PROMPT) and store.variants.stats() == VariantCounts()
+        assert load(store, PROMPT) == len(PROMPT) and variant_counts(store) == VariantCounts()
         assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)]) == 1
 
 
@@ -449,7 +448,7 @@ def test_looking_variants_up_changes_nothing(tmp_path: Path) -> None:
         with store.disk.database.writing() as connection:
             connection.execute("UPDATE variants SET seal=x'00'")
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
-        assert find(store, CHUNK) == [] and store.variants.stats().variants == 1
+        assert find(store, CHUNK) == [] and variant_counts(store).variants == 1
         after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
         differing = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
         assert differing <= {"catalog.sqlite-shm"}  # where readers are noted

@@ -139,10 +139,10 @@ def test_a_request_that_is_written_twice_is_seen_once(tmp_path: Path, clock: Clo
             early = store.admit(KV_SPACE, prompt(0), last=False)
             assert isinstance(early, Kept) and early.outcome == "early"
         assert store.counts.refused == 0
-        assert store.gap(KV_SPACE, prompt(0)) is None
+        assert isinstance(store.admit(KV_SPACE, prompt(0)), Kept)
         assert store.counts.refused == 1
         assert store.admit(KV_SPACE, prompt(0), last=False) == Span(0, 640)
-        assert store.gap(KV_SPACE, prompt(0)) == Span(0, 640)
+        assert store.admit(KV_SPACE, prompt(0)) == Span(0, 640)
 
 
 def test_refused_and_written_are_counted_for_every_process(tmp_path: Path, clock: Clock, size: int) -> None:

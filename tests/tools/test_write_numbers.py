@@ -61,7 +61,8 @@ def test_the_page_is_short_and_begins_each_bench_with_its_charts() -> None:
         assert len(re.findall(r"^\|", part, re.MULTILINE)) - 2 <= MAX_ROWS, name
         assert part.split("\n")[2].startswith("![") or name not in BENCHES, name
     for stem, result in kept().items():
-        assert f"(numbers/{stem}.json)" in page and f"`{result['command']}`" in page, stem
+        commands = [run["command"] for run in result.get("measured_by", [result])]
+        assert f"(numbers/{stem}.json)" in page and all(f"`{command}`" in page for command in commands), stem
 
 
 def test_everything_measured_is_named_and_every_headline_is_there() -> None:
@@ -126,3 +127,13 @@ def test_a_marked_number_comes_from_its_file(monkeypatch: pytest.MonkeyPatch) ->
     for wrong in ("gone", "table/measure=c/ours", "table/measure=b/theirs"):
         with pytest.raises(KeyError):
             filled(f"<!-- = file {wrong} --><!-- = -->")
+
+
+def test_what_several_runs_measured_says_so() -> None:
+    runs = [
+        {"command": "python -m benchmarks answers --part 1/2"},
+        {"command": "python -m benchmarks answers --part 2/2"},
+    ]
+    pooled = write_numbers.commands({"command": "python -m benchmarks answers --minutes 0", "measured_by": runs})
+    assert pooled.startswith("pooled from 2 runs: `") and "--part 1/2`; `" in pooled and "--minutes 0" not in pooled
+    assert write_numbers.commands({"command": "python -m benchmarks text"}) == "`python -m benchmarks text`"

@@ -144,7 +144,7 @@ class AnswerBank:
         """Why the answer of an entry may not be given for any question under these terms."""
         if entry.answer is None or entry.state != "fresh":
             return "it has no answer that is up to date"
-        if not self.is_complete(entry.answer):
+        if not entry.answer.is_complete:
             return "its answer was cut off by a token limit"
         if entry.terms != question.terms:
             return "it was answered by another model or in another way"
@@ -165,10 +165,6 @@ class AnswerBank:
         if reason is None and not same_evidence(question.evidence, entry.evidence):
             return _OTHER_PASSAGES
         return reason
-
-    def is_complete(self, answer: AnswerText) -> bool:
-        """Whether the model ended the answer: what a token limit cut off is only a draft."""
-        return answer.finish == "stop"
 
     def is_current(self, entry: BankEntry, retrieve: Retrieve) -> bool:
         """Whether the evidence of an answer is unchanged; the finding is recorded in the background.
@@ -312,10 +308,6 @@ def _count_terms(connection: sqlite3.Connection, question: BankQuestion, now: fl
     )
 
 
-def _is_cut(answer: AnswerText) -> bool:
-    return answer.finish != "stop"
-
-
 def _put(
     connection: sqlite3.Connection,
     question: BankQuestion,
@@ -331,11 +323,8 @@ def _put(
     old = connection.execute(
         "SELECT id, state, finish, evidence FROM answers WHERE question=? AND terms=?", (question.text, question.terms)
     ).fetchone()
-    if (
-        old is not None
-        and old[1] == "fresh"
-        and (answer is None or (_is_cut(answer) and old[2:] == ("stop", evidence)))
-    ):
+    is_draft = answer is not None and not answer.is_complete
+    if old is not None and old[1] == "fresh" and (answer is None or (is_draft and old[2:] == ("stop", evidence))):
         if origin == "user":
             connection.execute("UPDATE answers SET asked=? WHERE id=?", (now, old[0]))
         return int(old[0])

@@ -34,6 +34,11 @@ class AnswerText:
     finish: FinishReason
     seconds: float
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the model ended it: what a token limit cut off is only a draft."""
+        return self.finish == "stop"
+
 
 @dataclass(frozen=True)
 class BankEntry:

@@ -26,15 +26,15 @@ from rekindle.cache.context import Context, ParkedContexts
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.matches import Found, Matches, find_matches
 from rekindle.cache.planner import PrefillSteps, make_plan
-from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult, TimedFeed
+from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
 from rekindle.cache.stored_kv import EARLY_TOKENS, StoredKv
-from rekindle.cache.writer import BackgroundJob, WriteJob
+from rekindle.cache.writer import BackgroundJob, StoreNote, WriteJob
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
 from rekindle.core.kv import PAGES, Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
-from rekindle.core.scope import AppRef
 from rekindle.engine.base import KvFeed
 from rekindle.errors import KvLost
+from rekindle.store.feed import StoredFeed
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 
@@ -144,7 +144,7 @@ class CheckpointKv(StoredKv):
     def _used(self, match: Match, tokens: int) -> Match:
         return match.until(tokens) if self._split else match
 
-    def _run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan, feed: TimedFeed) -> PrefillResult:
+    def _run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan, feed: StoredFeed) -> PrefillResult:
         def load() -> tuple[bytes, Kv | None]:
             if not self._split:
                 return _filled(feed, self.engine.layout).content(plan.reused), None
@@ -195,7 +195,17 @@ class CheckpointKv(StoredKv):
     def use_note(self, context: Context) -> BackgroundJob:
         """Checkpoints are found by name, not by their tokens."""
         plain = super().use_note(context) if self._split else None
-        return _CheckpointsUsed(self._pages_of(context.kv_space), context.tokens, context.app_ref, plain)
+        space, tokens, app_ref = self._pages_of(context.kv_space), context.tokens, context.app_ref
+
+        def note(store: TieredStore) -> None:
+            if plain is not None:
+                plain.do(store)
+            if store.tracks_use_of(app_ref):
+                found = _kept(store, space, tokens, Span(0, len(tokens) + 1))
+                pieces = [piece for _, match in found if match is not None for piece in match.pieces]
+                store.record_use_by(app_ref, pieces)
+
+        return StoreNote(note)
 
     def cut_to_pieces(self, context: Context) -> None:
         """Whole pieces were written on the way; what came after cannot be cut off."""
@@ -253,26 +263,6 @@ def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[_Name]:
         state.update(data[start : TOKEN_BYTES * length])
         start = TOKEN_BYTES * length
         yield _Name(length, state.copy().digest())
-
-
-@dataclass(frozen=True)
-class _CheckpointsUsed(BackgroundJob):
-    """Notes which app used the checkpoints of a prompt and its reply."""
-
-    kv_space: KvSpace
-    tokens: tuple[int, ...]
-    app_ref: AppRef | None
-    plain: BackgroundJob | None  # notes the same of KV by spans
-
-    def do(self, store: TieredStore) -> str:
-        if self.plain is not None:
-            self.plain.do(store)
-        if store.tracks_use_of(self.app_ref):
-            found = _kept(store, self.kv_space, self.tokens, Span(0, len(self.tokens) + 1))
-            store.record_use_by(
-                self.app_ref, [piece for _, match in found if match is not None for piece in match.pieces]
-            )
-        return "noted"
 
 
 def _kept(

@@ -55,6 +55,7 @@ _DEVICE_LOADS: dict[Tier, tuple[float, float]] = {
     "memory": (5e-3, 2e10), "disk": (2e-2, 5e9), "coded": (6e-2, 1.5e9), "redis": (2e-2, 1e9), "s3": (1e-1, 5e8),
 }  # fmt: skip
 _CHUNKS, _ACCELERATOR_CHUNKS = (5e-3, 1.5), (2.5e-2, 1.5)
+_FEW_TOKENS = 32.0  # a prefill of these shows what a single token costs
 _STEP_TIMES = 4.0  # longer a token than in a prefill: products of a few rows are slow
 _WIDTHS: dict[str, int] = {"compute": 3, **dict.fromkeys(_LOADS, 2), "chunks": 2, "step": 3}  # features of each kind
 
@@ -188,7 +189,7 @@ class Costs:
             if self._rates is None:
                 prior, kinds = self._prior, self._kinds
                 self._rates = Rates(
-                    fit_or_scale(prior.compute, kinds["compute"].measurements),
+                    fit_or_scale(prior.compute, [*kinds["compute"].measurements, *self._single_tokens()]),
                     {
                         tier: kinds[tier].hoped(fit_load(known, kinds[tier].measurements))
                         for tier, known in prior.load.items()
@@ -197,6 +198,16 @@ class Costs:
                     fit_or_scale(prior.step, kinds["step"].measurements),
                 )
             return self._rates
+
+    def _single_tokens(self) -> list[tuple[float, ...]]:
+        """A decoded token, where no prefill was as short: what one token costs to compute after a load.
+
+        Of long prefills alone, measured while a machine became busy, the shorter may have taken longer: then all of it
+        seemed to be a fixed cost, which no load could save.
+        """
+        shortest = min((row[1] for row in self._kinds["compute"].measurements), default=0.0)
+        tokens = [row for row in self._kinds["step"].measurements if row[1] == 1.0]
+        return [sorted(tokens, key=lambda row: row[-1])[len(tokens) // 2]] if tokens and shortest > _FEW_TOKENS else []
 
     def as_json(self) -> dict[str, list[tuple[float, ...]]]:
         """Everything measured, for `Costs(...)` of a later run."""

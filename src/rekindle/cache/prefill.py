@@ -2,112 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rekindle.cache.context import Context
 from rekindle.cache.cost import Costs
-from rekindle.cache.deadline import Deadline
 from rekindle.core.cells import RemoteReport
-from rekindle.core.keys import KvSpace
-from rekindle.core.kv import CodedPiece, Held, LayerKv, Span
+from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Plan
 from rekindle.engine.base import Engine, Logits, Row, Wanted
 from rekindle.engine.hooks import Probe
 from rekindle.errors import Cancelled, KvLost
 from rekindle.store.feed import StoredFeed
-from rekindle.store.prefix_index import Match
-from rekindle.store.tiered import TieredStore
 
 IsCancelled = Callable[[], bool]
-
-
-class TimedFeed:
-    """A feed with a deadline, which knows how long it took."""
-
-    def __init__(self, feed: StoredFeed, timeout_seconds: float) -> None:
-        """The clock starts with the first fill: waiting for the engine does not count."""
-        self._feed = feed
-        self.span, self.layers = feed.span, feed.layers
-        self.timeout_seconds = timeout_seconds
-        self._deadline: Deadline | None = None
-        self._lock = threading.Lock()
-        self._since = 0.0  # when the first of the threads that fill now began
-        self._threads = 0
-        self._left = len(feed.layers)
-        self.busy_seconds = 0.0  # while at least one thread was filling
-
-    @classmethod
-    def open(cls, store: TieredStore, kv_space: KvSpace, match: Match, timeout_seconds: float) -> TimedFeed:
-        """A feed of what the store found. Raises `KvLost` if it is gone."""
-        deadline = Deadline(timeout_seconds)
-        feed = cls(store.load(kv_space, match), timeout_seconds)
-        if deadline.passed:  # the caller has given up
-            feed.close()
-        return feed
-
-    @property
-    def late(self) -> bool:
-        """Whether its deadline passed before it had loaded everything."""
-        return self._left > 0 and self._deadline is not None and self._deadline.passed
-
-    @property
-    def filling(self) -> bool:
-        """Whether a thread fills a layer now."""
-        return self._threads > 0
-
-    def fill(self, layer: int, out: LayerKv) -> None:
-        """See `KvFeed`. Raises `KvLost`, whatever went wrong."""
-        with self._timed():
-            self._feed.fill(layer, out)
-
-    @property
-    def coded(self) -> bool:
-        """See `CodedFeed`."""
-        return self._feed.coded
-
-    def fill_coded(self, layer: int, take: Callable[[CodedPiece], None]) -> None:
-        """See `CodedFeed`. Raises `KvLost`, whatever went wrong."""
-        with self._timed():
-            self._feed.fill_coded(layer, take)
-
-    def damaged(self, piece: CodedPiece, reason: str) -> KvLost:
-        """See `CodedFeed`."""
-        return self._feed.damaged(piece, reason)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Count a layer, and the time it takes."""
-        with self._lock:
-            self._deadline = self._deadline or Deadline(self.timeout_seconds)
-            self._since = self._since if self._threads else time.perf_counter()
-            self._threads += 1
-        try:
-            yield
-        except KvLost:
-            raise
-        except Exception as error:  # any failure: it is computed
-            raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
-        else:
-            with self._lock:
-                self._left -= 1
-        finally:
-            with self._lock:
-                self._threads -= 1
-                if not self._threads:
-                    self.busy_seconds += time.perf_counter() - self._since
-
-    def held(self) -> Sequence[Held] | None:
-        """See `HeldFeed`: what is in memory is never late."""
-        return self._feed.held()
-
-    def close(self) -> None:
-        """Close its files; those that are being read, afterwards."""
-        self._feed.close()
 
 
 @dataclass(frozen=True)
@@ -141,7 +51,7 @@ class Prefill:
     reached: Callable[[int], None] | None = None  # called with the tokens present, after each step but the last
     alone: IsCancelled = lambda: True  # whether no other request waits for its steps to end
 
-    def run(self, context: Context, plan: Plan, feed: TimedFeed | None = None) -> PrefillResult:
+    def run(self, context: Context, plan: Plan, feed: StoredFeed | None = None) -> PrefillResult:
         """Run a plan whose loads come from `feed`, or are in the context already.
 
         Raises `KvLost` if the feed fails or is late, and `Cancelled`; the context then holds what it held before.
@@ -158,7 +68,7 @@ class Prefill:
             self.costs.computed(span, time.perf_counter() - started)
         return PrefillResult(context, logits, plan, 0.0 if feed is None else feed.busy_seconds)
 
-    def _compute(self, context: Context, step: Compute, feeds: tuple[TimedFeed, ...] = ()) -> Logits:
+    def _compute(self, context: Context, step: Compute, feeds: tuple[StoredFeed, ...] = ()) -> Logits:
         span = step.span
         wanted: Wanted = "last" if span.stop == len(self.tokens) else "none"
         tokens = self.tokens[span.start : span.stop]
@@ -167,7 +77,7 @@ class Prefill:
         context.tokens = tuple(self.tokens[: span.stop])
         return logits
 
-    def step(self, row: Row, feeds: tuple[TimedFeed, ...] = ()) -> Logits:
+    def step(self, row: Row, feeds: tuple[StoredFeed, ...] = ()) -> Logits:
         """One step of the engine, as part of a prompt. Raises `KvLost` if a feed fails or is late, and `Cancelled`."""
         row = replace(row, replay=self.replay, prefill=True)
         try:

@@ -30,7 +30,7 @@ from rekindle.cache.lookup import CacheLookup, refused_kinds, report_reuse, sour
 from rekindle.cache.matches import Matches
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
 from rekindle.cache.stored_kv import StoredKv
-from rekindle.cache.writer import BackgroundJob, BackgroundWriter, Note, Stayed, WriteGuard
+from rekindle.cache.writer import BackgroundJob, BackgroundWriter, Note, StoreNote, WriteGuard
 from rekindle.codec.coder import QUANTIZED, is_quantized
 from rekindle.core.chunk import ChunkMatches, PromptLayout
 from rekindle.core.identity import digest_of_fields
@@ -352,7 +352,9 @@ class PrefixCache:
             context.close()
             return None
         context.hits += 1
-        self.kv.offer(Stayed(lookup.kv_space, lookup.tokens[: plan.reused], self.costs))
+        kv_space, tokens = lookup.kv_space, lookup.tokens[: plan.reused]
+        saved_ms = 1e3 * self.costs.rates.compute_seconds(Span(0, len(tokens)))
+        self.kv.offer(StoreNote(lambda store: store.record_stay(kv_space, tokens, saved_ms)))
         return context
 
     def park(self, context: Context | None) -> None:

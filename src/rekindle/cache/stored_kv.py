@@ -19,14 +19,15 @@ from rekindle.cache.deadline import DeadlineCaller, Late, NoAnswer
 from rekindle.cache.lookup import CacheLookup, why_missed
 from rekindle.cache.matches import Matches, find_matches
 from rekindle.cache.planner import PrefillSteps, make_plan
-from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult, TimedFeed
-from rekindle.cache.writer import BackgroundJob, BackgroundWriter, WasAsked
+from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
+from rekindle.cache.writer import BackgroundJob, BackgroundWriter, StoreNote
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import SHARED_TIERS, Plan, SharedTierName, Tier
 from rekindle.engine.base import Engine
 from rekindle.errors import KvLost
 from rekindle.settings import Settings
+from rekindle.store.feed import StoredFeed
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 
@@ -54,7 +55,7 @@ class StoredKv:
         self.deadlines, self._shared_deadlines = DeadlineCaller(), DeadlineCaller()
         if store is not None:
             store.shared.worth = self._worth_writing
-        self._slow: TimedFeed | None = None  # a read that did not end in time
+        self._slow: StoredFeed | None = None  # a read that did not end in time
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class StoredKv:
         used = self._used(match, plan.reused)
         begun = time.perf_counter()
         try:
-            feed = self.deadlines.ask(lambda: TimedFeed.open(store, lookup.source, used, timeout), timeout)
+            feed = self.deadlines.ask(lambda: store.load(lookup.source, used, timeout), timeout)
             try:
                 started = time.perf_counter()
                 result = self._run(work, context, lookup, plan, feed)
@@ -184,7 +185,7 @@ class StoredKv:
         """Timeout of a load, by the seconds it saves."""
         return min(max(LOAD_SECONDS, saved_seconds), MAX_LOAD_SECONDS)
 
-    def note_busy(self, feed: TimedFeed) -> None:
+    def note_busy(self, feed: StoredFeed) -> None:
         """After a load: while its feed hangs in a read, the store is not asked."""
         if feed.filling:
             self._slow = feed
@@ -202,7 +203,7 @@ class StoredKv:
         context: Context,
         lookup: CacheLookup,  # noqa: ARG002  (for subclasses)
         plan: Plan,
-        feed: TimedFeed,
+        feed: StoredFeed,
     ) -> PrefillResult:
         return work.run(context, plan, feed)
 
@@ -235,7 +236,8 @@ class StoredKv:
 
     def use_note(self, context: Context) -> BackgroundJob:
         """The job that notes which app used what is stored of a context."""
-        return WasAsked(context.kv_space, context.tokens, context.app_ref)
+        kv_space, tokens, app_ref = context.kv_space, context.tokens, context.app_ref
+        return StoreNote(lambda store: store.record_request(kv_space, tokens, app_ref))
 
     def cut_to_pieces(self, context: Context) -> None:
         """Deterministic: drop what was not prefilled in whole pieces, which is never reused."""

@@ -6,13 +6,12 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from rekindle.apps import mark_ended
-from rekindle.cache.cost import Costs
 from rekindle.cache.explain import Explainer, Prompt
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace
 from rekindle.core.kv import Kv, Span
@@ -287,29 +286,12 @@ class Note(BackgroundJob):
         return "noted"
 
 
-class Stayed(BackgroundJob):
-    """Records the use of stored KV that was still in the engine: else it would look unused, and be evicted."""
-
-    def __init__(self, kv_space: KvSpace, tokens: Sequence[int], costs: Costs) -> None:
-        self._kv_space, self._tokens = kv_space, tokens
-        self._saved_seconds = costs.rates.compute_seconds(Span(0, len(tokens)))
-
-    def do(self, store: TieredStore) -> str:
-        match = store.lookup(self._kv_space, self._tokens)
-        if match.pieces:
-            store.record_use(match, self._saved_seconds * 1e3 * match.length / len(self._tokens))
-        return "noted"
-
-
 @dataclass(frozen=True)
-class WasAsked(BackgroundJob):
-    """Records which app used the stored KV of a prompt and its reply, however it came to the engine."""
+class StoreNote(BackgroundJob):
+    """Tells the store of a use, behind the write jobs before it: then all of it is found."""
 
-    kv_space: KvSpace
-    tokens: Sequence[int]
-    app_ref: AppRef | None
+    tell: Callable[[TieredStore], None]
 
     def do(self, store: TieredStore) -> str:
-        """Runs after the prompt is written: then all of it is found."""
-        store.record_request(self.kv_space, self.tokens, self.app_ref)
+        self.tell(store)
         return "noted"

@@ -20,7 +20,6 @@ from rekindle.chunks.scores import (
 )
 from rekindle.chunks.select import OURS
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout, Variant
-from rekindle.core.fingerprints import SHARED_TOKENS
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Plan
@@ -28,7 +27,7 @@ from rekindle.core.scope import AppRef
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
-from rekindle.store.text_index import MIN_TEXT_TOKENS, FoundText
+from rekindle.store.text_index import MIN_TEXT_TOKENS, SHARED_TOKENS, FoundText
 from rekindle.store.tiered import TieredStore
 
 QUESTION_TOKENS = 128  # the last tokens of a prompt, which show what it attends to; before them, new text is a passage

@@ -108,9 +108,12 @@ class ChunkPrefill:
         return result
 
     def scorer(self, passages: ChunkMatches, tokens: int, plan: Plan) -> ChunkScorer | None:
-        """A scorer of documents while they are computed; None if all are stored, or the engine has no probes."""
+        """A scorer of documents while they are computed; None if all are stored, or the engine has no probes.
+
+        None on an accelerator, where it made a prompt of 32,768 tokens 14 % slower and chose no better tokens.
+        """
         engine = self.kv.engine
-        if _all_stored(passages, plan, texts=False) or not engine.capabilities.probes:
+        if _all_stored(passages, plan, texts=False) or not engine.capabilities.probes or engine.device != "cpu":
             return None
         return ChunkScorer(passages.prompt_layout, tokens, len(engine.layout.layers))
 

@@ -15,7 +15,7 @@ import numpy as np
 from rekindle.cache.context import Context
 from rekindle.cache.deadline import Deadline, DeadlineCaller
 from rekindle.cache.lookup import CacheLookup
-from rekindle.cache.prefill import Prefill, PrefillResult, TimedFeed
+from rekindle.cache.prefill import Prefill, PrefillResult
 from rekindle.chunks.match import QUESTION_TOKENS
 from rekindle.chunks.select import RecomputePolicy, StaleTokens
 from rekindle.core.chunk import MIN_CHUNK_TOKENS, ChunkMatch, PromptLayout
@@ -24,6 +24,7 @@ from rekindle.core.plan import Plan
 from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, StayingFeed, Wanted
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, look_layers
 from rekindle.errors import KvLost
+from rekindle.store.feed import StoredFeed
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import StoredVariant
 
@@ -34,8 +35,8 @@ _LONG_HEAD_TOKENS = 128  # a shorter one is cheap to compute twice
 class ChunkFeeds:
     """Feeds of KV that is not computed: the stored prefix, if any, and the chunks."""
 
-    prefix: tuple[TimedFeed, ...]
-    variants: tuple[TimedFeed, ...]
+    prefix: tuple[StoredFeed, ...]
+    variants: tuple[StoredFeed, ...]
 
     @classmethod
     def open(
@@ -47,15 +48,15 @@ class ChunkFeeds:
         timeout_seconds: float,
     ) -> ChunkFeeds:
         """Open the feeds of a plan. Raises `KvLost` if something is gone."""
-        opened: list[TimedFeed] = []
+        opened: list[StoredFeed] = []
         deadline = Deadline(timeout_seconds)
         try:
             match = lookup.matches.match
             if match is not None and plan.loads and not plan.in_engine:
-                opened.append(TimedFeed.open(store, lookup.source, match.until(plan.reused), timeout_seconds))
+                opened.append(store.load(lookup.source, match.until(plan.reused), timeout_seconds))
             for chunk in chunks:
                 assert isinstance(chunk.known, StoredVariant)
-                opened.append(TimedFeed(store.variants.load(lookup.kv_space, chunk.known), timeout_seconds))
+                opened.append(store.variants.load(lookup.kv_space, chunk.known, timeout_seconds))
                 if deadline.passed:  # too late
                     raise KvLost("KV from the cache was opened too late; it is computed instead.")
         except BaseException:
@@ -66,7 +67,7 @@ class ChunkFeeds:
         return cls(tuple(opened[:count]), tuple(opened[count:]))
 
     @property
-    def all(self) -> tuple[TimedFeed, ...]:
+    def all(self) -> tuple[StoredFeed, ...]:
         return (*self.prefix, *self.variants)
 
     def close(self) -> None:
@@ -129,7 +130,7 @@ class SelectiveRecompute:
             moved = tuple(StayingFeed(feed.span, feed.layers) for feed in moved)
         return self._compute(context, fresh, stale, moved, feeds.all)
 
-    def _look(self, row: Row, stale: StaleTokens, feeds: tuple[TimedFeed, ...]) -> StaleTokens:
+    def _look(self, row: Row, stale: StaleTokens, feeds: tuple[StoredFeed, ...]) -> StaleTokens:
         """Compute the new tokens over the stale KV, and collect what the question attends to."""
         seen: list[np.ndarray] = []
         last = len(self.work.tokens)
@@ -149,7 +150,7 @@ class SelectiveRecompute:
         others: Positions,
         stale: StaleTokens,
         feeds: tuple[KvFeed, ...] = (),
-        timed: tuple[TimedFeed, ...] = (),
+        timed: tuple[StoredFeed, ...] = (),
     ) -> Recomputed:
         """Compute `others` and the chosen stale tokens."""
         recomputed = self.recompute_policy.choose(stale, self.chunks)
@@ -214,7 +215,7 @@ class SelectiveRecompute:
         row = Row(context.sequence, work.tokens[place:], range(place, len(work.tokens)), "last", prefix)
         return Recomputed(work.step(row, prefix), recomputed, len(recomputed) * len(work.engine.layout.layers))
 
-    def _taken(self, feed: TimedFeed, start: int, count: int, skip: int) -> Kv:
+    def _taken(self, feed: StoredFeed, start: int, count: int, skip: int) -> Kv:
         """The KV of a feed that begins at `start`, without its first `skip` tokens."""
         layout = self.work.engine.layout
         layers = [

@@ -25,7 +25,7 @@ from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkScores, EarlierChu
 from rekindle.core.kv import Span
 from rekindle.engine.hooks import Probe, Reading
 
-_EVERY = 4  # one of this many layers is read
+_EVERY = 8  # one of this many layers is read
 _HALF = np.finfo(np.float16).max
 
 
@@ -41,7 +41,7 @@ class ChunkScorer:
         )  # attention mass of each token on each chunk
         self._received = np.zeros(tokens, dtype=np.float32)  # attention mass that each token receives
         self._seen = np.zeros(tokens, dtype=np.int64)  # number of layers read
-        self.probe = Probe(self._take, queries=Span(0, tokens), segments=self._spans, layers=read)
+        self.probe = Probe(self._take, queries=Span(0, tokens), segments=self._spans, layers=read, sampled=True)
 
     def _take(self, reading: Reading) -> None:
         assert reading.sent is not None and reading.received is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.knowledge import Yes, open_knowledge
-from rekindle.cli.options import AsJson, brief, command_group, library_options, print_json, print_table, takes
+from rekindle.cli.options import AsJson, brief, command_group, library_options, print_json, print_listing, takes
 from rekindle.core.size import count_of, human_bytes
 from rekindle.errors import InvalidSetting
 from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
     from rekindle.answers.bank import AnswerBank
+    from rekindle.answers.bank_rows import BankEntry
 
 answers = command_group("answers", "Look at stored questions and answers (see the setting `answers`), and remove them.")
 _SHOWN = 60
@@ -34,24 +35,16 @@ def list_answers(
 
     with _bank(settings) as bank:
         found = bank.entries(where="1 ORDER BY used DESC, id DESC", max_count=limit)
-    if json:
-        print_json([asdict(entry) for entry in found])
-        return
-    rows = [
-        [
-            str(entry.id),
-            brief(printable(entry.question), _SHOWN),
-            entry.origin,
-            entry.state,
-            str(entry.uses),
-            f"{entry.saved:.1f} s",
-            "" if entry.answer is None else brief(printable(entry.answer.text), _SHOWN),
-        ]
-        for entry in found
-    ]
-    print_table(
-        ["id", "question", "from", "state", "used", "saved", "answer"], rows, empty="No question is stored yet."
-    )
+    columns: dict[str, Callable[[BankEntry], object]] = {
+        "id": lambda one: one.id,
+        "question": lambda one: brief(printable(one.question), _SHOWN),
+        "from": lambda one: one.origin,
+        "state": lambda one: one.state,
+        "used": lambda one: one.uses,
+        "saved": lambda one: f"{one.saved:.1f} s",
+        "answer": lambda one: "" if one.answer is None else brief(printable(one.answer.text), _SHOWN),
+    }
+    print_listing(found, columns, json, asdict, empty="No question is stored yet.")
 
 
 @answers.command("show")

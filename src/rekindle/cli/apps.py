@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rekindle.cli.cache import Folder, KeyFile, is_unused, open_cache
-from rekindle.cli.options import AsJson, command_group, print_json, print_table
+from rekindle.cli.options import AsJson, command_group, print_listing
 from rekindle.core.scope import Scope, scope_of
 from rekindle.core.size import human_bytes
 from rekindle.errors import InvalidSetting
 from rekindle.settings import Settings
+
+if TYPE_CHECKING:
+    from rekindle.apps import App
 
 apps = command_group("apps", "List the apps that send requests, set their states, watch their processes.")
 
@@ -33,28 +37,24 @@ def list_apps(
     """List apps: state, requests, and the KV kept for them, shared and private."""
     from rekindle.apps import list_apps, mark_ended
 
-    found = []
+    found: list[App] = []
     if not is_unused(folder):
         with open_cache(folder, key_file) as store:
             mark_ended(store)
             found = list_apps(store, None if every else _scope(tenant, cache_salt))
-    if json:
-        print_json([one.as_dict() for one in found])
-        return
     now = time.time()
-    print_table(
-        ["app", "tenant", "salt", "state", "since", "requests", "KV", "alone", "process"],
-        [
-            [
-                *(one.name, one.tenant, one.salt_digest[:8], one.state),
-                *(f"{max(0.0, now - one.since):,.0f} s", str(one.requests)),
-                *(human_bytes(one.size_bytes), human_bytes(one.private_bytes)),
-                "" if one.process is None else str(one.process),
-            ]
-            for one in found
-        ],
-        empty="No app has sent a request yet.",
-    )
+    columns: dict[str, Callable[[App], object]] = {
+        "app": lambda one: one.name,
+        "tenant": lambda one: one.tenant,
+        "salt": lambda one: one.salt_digest[:8],
+        "state": lambda one: one.state,
+        "since": lambda one: f"{max(0.0, now - one.since):,.0f} s",
+        "requests": lambda one: one.requests,
+        "KV": lambda one: human_bytes(one.size_bytes),
+        "alone": lambda one: human_bytes(one.private_bytes),
+        "process": lambda one: one.process or "",
+    }
+    print_listing(found, columns, json, lambda one: one.as_dict(), empty="No app has sent a request yet.")
 
 
 @apps.command("set")

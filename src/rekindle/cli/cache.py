@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +23,7 @@ from rekindle.cli.options import (
     daemon_options,
     loading_options,
     print_json,
+    print_listing,
     print_table,
     read_body,
     read_prompts,
@@ -51,33 +52,24 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
     """List the entries: model, tokens, size, hits."""
     from rekindle.store import report
 
-    place, entries = folder or chosen_folder(), []
+    place = folder or chosen_folder()
+    entries: list[report.CacheEntry] = []
     if not is_unused(folder):
         with open_cache(folder, key_file) as store:
             entries = report.entries(store)
-    if json:
-        print_json([entry.as_dict() for entry in entries])
-        return
     now = time.time()
-    lines = [
-        [
-            row.name[:8],
-            kv_space.title,
-            f"{row.depth * 32}+{row.tokens}",
-            human_bytes(row.size_bytes),
-            row.coding,
-            str(row.hits),
-            f"{row.saved_ms / 1000:.1f} s",
-            _age(now - row.used),
-            "pinned" if row.pinned else "",
-        ]
-        for row, kv_space in ((entry.extent, entry.kv_space) for entry in entries)
-    ]
-    print_table(
-        ["entry", "model", "tokens", "size", "coding", "hits", "saved", "used", ""],
-        lines,
-        empty=f"The cache in {place} is empty.",
-    )
+    columns: dict[str, Callable[[report.CacheEntry], object]] = {
+        "entry": lambda one: one.extent.name[:8],
+        "model": lambda one: one.kv_space.title,
+        "tokens": lambda one: f"{one.extent.depth * 32}+{one.extent.tokens}",
+        "size": lambda one: human_bytes(one.extent.size_bytes),
+        "coding": lambda one: one.extent.coding,
+        "hits": lambda one: one.extent.hits,
+        "saved": lambda one: f"{one.extent.saved_ms / 1000:.1f} s",
+        "used": lambda one: _age(now - one.extent.used),
+        "": lambda one: "pinned" if one.extent.pinned else "",
+    }
+    print_listing(entries, columns, json, lambda one: one.as_dict(), empty=f"The cache in {place} is empty.")
 
 
 @cache.command()

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.ask import Retrieval, TopK
-from rekindle.cli.options import AsJson, app, brief, command_group, library_options, print_json, print_table, takes
+from rekindle.cli.options import (
+    AsJson,
+    app,
+    brief,
+    command_group,
+    library_options,
+    print_json,
+    print_listing,
+    print_table,
+    takes,
+)
 from rekindle.core.size import count_of, human_bytes, parse_duration
 from rekindle.errors import ExtraMissing, InvalidSetting
 from rekindle.settings import Settings
@@ -20,6 +30,7 @@ from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
     from rekindle.knowledge.ingest import IngestProgress, IngestResult
+    from rekindle.knowledge.library import DocumentEntry
     from rekindle.knowledge.library_file import LibraryCheck
     from rekindle.session.library import Knowledge
 
@@ -80,15 +91,15 @@ def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
     with open_knowledge(settings) as libraries:
         libraries.warn()
         entries = libraries.library().entries()
-    if json:
-        print_json([asdict(entry) for entry in entries])
-        return
-    rows = [
-        [entry.name, brief(printable(entry.title), 60), str(entry.chunks), _when(entry.added),
-         printable(entry.app or ""), printable(entry.source)]
-        for entry in entries
-    ]  # fmt: skip
-    print_table(["document", "title", "passages", "ingested", "app", "source"], rows, empty="Nothing was ingested yet.")
+    columns: dict[str, Callable[[DocumentEntry], object]] = {
+        "document": lambda one: one.name,
+        "title": lambda one: brief(printable(one.title), 60),
+        "passages": lambda one: one.chunks,
+        "ingested": lambda one: time.strftime("%Y-%m-%d", time.localtime(one.added)),
+        "app": lambda one: printable(one.app or ""),
+        "source": lambda one: printable(one.source),
+    }
+    print_listing(entries, columns, json, asdict, empty="Nothing was ingested yet.")
 
 
 @knowledge.command("show")
@@ -378,7 +389,3 @@ def _moment(text: str | None) -> float | None:
         return time.time() - parse_duration(text.removesuffix("ago").strip())
     except InvalidSetting:
         raise InvalidSetting(f"--before {text!r} is not a time. Use 2026-01-31, 2026-01-31T12:00, or 30d.") from None
-
-
-def _when(at: float) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(at))

@@ -1,10 +1,4 @@
-"""The `rekindle` command. One module per group of commands; heavy imports happen inside them."""
-
-from __future__ import annotations
-
-import sys
-
-import typer
+"""All commands of `rekindle`. One module per group of commands; heavy imports happen inside them."""
 
 from rekindle.cli import (  # noqa: F401  (each module adds its commands to `app`)
     answers,
@@ -22,13 +16,5 @@ from rekindle.cli import (  # noqa: F401  (each module adds its commands to `app
     top,
 )
 from rekindle.cli.options import app
-from rekindle.errors import RekindleError
 
-
-def main() -> None:
-    """Run the command line; an error of ours is one sentence on standard error and exit status 1."""
-    try:
-        app()
-    except RekindleError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
+__all__ = ["app"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, app, command_group, complete_model, print_json, print_table
+from rekindle.cli.options import AsJson, app, command_group, complete_model, print_json, print_listing, print_table
 from rekindle.core.size import count_of, human_bytes
 from rekindle.errors import InvalidSetting
 
@@ -128,21 +129,15 @@ def list_adapters(json: AsJson = False) -> None:
     from rekindle.models.adapter_registry import entries
 
     found = [{**_about(entry.name, entry.path, entry.scale), "packaged": entry.packaged} for entry in entries()]
-    if json:
-        print_json(found)
-        return
-    lines = [
-        [
-            one["name"],
-            f"{one['scale']:g}",
-            "-" if one["rank"] is None else str(one["rank"]),
-            "-" if one["size_bytes"] is None else human_bytes(one["size_bytes"]),
-            one["base"] or "-",
-            one["problem"] or ("(with Rekindle)" if one["packaged"] else one["path"]),
-        ]
-        for one in found
-    ]
-    print_table(["adapter", "scale", "rank", "size", "made for", "folder"], lines, empty="No adapter is registered.")
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "adapter": lambda one: one["name"],
+        "scale": lambda one: f"{one['scale']:g}",
+        "rank": lambda one: one["rank"] or "-",
+        "size": lambda one: "-" if one["size_bytes"] is None else human_bytes(one["size_bytes"]),
+        "made for": lambda one: one["base"] or "-",
+        "folder": lambda one: one["problem"] or ("(with Rekindle)" if one["packaged"] else one["path"]),
+    }
+    print_listing(found, columns, json, dict, empty="No adapter is registered.")
 
 
 @adapters.command("add")

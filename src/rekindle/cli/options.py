@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,7 @@ from rekindle.settings.setting import Setting
 from rekindle.text.visible import printable
 
 Group = Callable[..., dict[str, Any]]
+_Item = TypeVar("_Item")
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -281,6 +282,17 @@ def print_table(
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
+
+
+def print_listing(
+    found: Sequence[_Item], columns: Mapping[str, Callable[[_Item], object]], json: bool,
+    as_json: Callable[[_Item], Any], *, empty: str,
+) -> None:  # fmt: skip
+    """Items as JSON, or as a table: its columns by their names, each with the text of an item in it."""
+    if json:
+        print_json([as_json(item) for item in found])
+    else:
+        print_table(list(columns), [[str(cell(item)) for cell in columns.values()] for item in found], empty=empty)
 
 
 _GAP = 2  # cells between two columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,7 @@ from rekindle.cli.options import (
     command_group,
     loading_options,
     print_json,
-    print_table,
+    print_listing,
     read_prompts,
     takes,
 )
@@ -192,26 +192,18 @@ def list_contexts(folder: Folder, secret: SecretFile = None, json: AsJson = Fals
 
     secrets = None if secret is None else read_secret(secret)
     found = [_about(listed, secrets) for listed in OriginFolder(folder).contexts()]
-    if json:
-        print_json(found)
-        return
-    lines = [
-        [
-            one["context"][:8],
-            one["state"] if one["model"] is None else one["model"],
-            "-" if one["tokens"] is None else str(one["tokens"]),
-            ", ".join(one["levels"]) or "-",
-            human_bytes(one["size_bytes"]),
-            "-" if one["created"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(one["created"])),
-            (one["key"] or "-")[:8],
-        ]
-        for one in found
-    ]
-    print_table(
-        ["context", "model", "tokens", "levels", "size", "published", "key"],
-        lines,
-        empty=f"Nothing is published in {folder}.",
-    )
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "context": lambda one: one["context"][:8],
+        "model": lambda one: one["state"] if one["model"] is None else one["model"],
+        "tokens": lambda one: "-" if one["tokens"] is None else one["tokens"],
+        "levels": lambda one: ", ".join(one["levels"]) or "-",
+        "size": lambda one: human_bytes(one["size_bytes"]),
+        "published": lambda one: (
+            "-" if one["created"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(one["created"]))
+        ),
+        "key": lambda one: (one["key"] or "-")[:8],
+    }
+    print_listing(found, columns, json, dict, empty=f"Nothing is published in {folder}.")
 
 
 @origin.command("rm")

@@ -20,8 +20,7 @@ from rekindle.cli.options import (
     app,
     complete_model,
     loading_options,
-    print_json,
-    print_table,
+    print_listing,
     server_options,
     serving_options,
     takes,
@@ -171,25 +170,16 @@ def ps(
     found = [_ask(url, api_key) for url in ([server] if server else _known_servers())]
     if server is None:
         found += [{"url": None, "state": _state(status), **status} for _, status in running()]
-    if json:
-        print_json(found)
-        return
-    lines = [
-        [
-            one["url"] or "background",
-            _models(one),
-            one["state"],
-            _load(one),
-            str(one.get("waiting", "-")),
-            human_duration(one["uptime_seconds"]) if "uptime_seconds" in one else "-",
-        ]
-        for one in found
-    ]
-    print_table(
-        ["server", "model", "state", "answering", "waiting", "up"],
-        lines,
-        empty="No server is running, and no model is loaded in the background.",
-    )
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "server": lambda one: one["url"] or "background",
+        "model": _models,
+        "state": lambda one: one["state"],
+        "answering": _load,
+        "waiting": lambda one: one.get("waiting", "-"),
+        "up": lambda one: human_duration(one["uptime_seconds"]) if "uptime_seconds" in one else "-",
+    }
+    nothing = "No server is running, and no model is loaded in the background."
+    print_listing(found, columns, json, dict, empty=nothing)
 
 
 def _state(status: dict[str, Any]) -> str:

@@ -15,7 +15,8 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +45,9 @@ Kind = Literal["whole", "difference"]
 _KINDS: tuple[Kind, Kind] = ("whole", "difference")
 MAGIC = b"RKq1"
 _HEADER = struct.Struct("<4sBBHIIIII")
-_SIZES = np.dtype([("bytes", "<u4", 2), ("strays", "<u4", 2), ("per_byte", "u1", 2)])  # of keys and values
+_SIZES = struct.Struct("<IIIIBB")  # bytes of keys and values of a group, their strays, their codes a byte
 _SIDE_TYPE = np.dtype("<i2")
-_BATCH_NUMBERS = 1 << 17  # restored together: what fits into the processor's cache is restored twice as fast
+_BATCH_NUMBERS = 1 << 18  # restored together: more fall out of the processor's cache, fewer take longer in Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +94,35 @@ class Coded:
         tokens[-1:] += self.tokens - self.groups * self.group_tokens
         return tokens
 
-    @property
-    def side_numbers(self) -> NDArray[np.int64]:
-        """How many numbers beside the codes each group has, its strays not counted, `[groups]`."""
-        shape = self.shape
-        return shape.kv_heads * (2 * shape.key_dim + shape.value_dim + self.tokens_of_groups) + 1
+
+class CodedFrame(NamedTuple):
+    """The codes of the keys or values of a group."""
+
+    start: int
+    stop: int
+    per_byte: int
+    strays: int
+
+
+class CodedGroup(NamedTuple):
+    tokens: int
+    side_start: int  # its first number of the side
+    halves: tuple[CodedFrame, CodedFrame]  # keys, values
 
 
 @dataclass(frozen=True, eq=False)
 class CodedLayout:
-    """The places of the parts of layers that are coded alike; nothing is decompressed.
+    """The places of the parts of a coded layer; nothing is decompressed.
 
-    The side is one frame a layer: low bytes of all its numbers, then high bytes. Of a group they are: exponents and
-    centres of the keys, exponents and centres of the values, the exponent of these centres, strays of both halves.
+    The side is one frame: low bytes of all its numbers, then high bytes. Of a group they are: exponents and centres of
+    the keys, exponents and centres of the values, the exponent of these centres, strays of both halves.
     """
 
     coded: Coded
-    frames: NDArray[np.int64]  # [layers, groups, 2, 2]: of keys and values, where the frame starts and its bytes
-    per_byte: NDArray[np.int64]  # [layers, groups, 2]
-    strays: NDArray[np.int64]  # [layers, groups, 2]
-    sides: NDArray[np.int64]  # [layers, 2]: where the frame starts and its bytes
-    side_starts: NDArray[np.int64]  # [layers, groups + 1]: the first number of each group, and how many there are
+    groups: Sequence[CodedGroup]
+    side_start: int
+    side_stop: int
+    side_numbers: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +173,7 @@ def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) 
     """`encode` for numbers that are float32 already; `dtype` is the type they had."""
     shape = _shape_of(numbers)
     coded = Coded(kind, dtype, shape, numbers.keys.shape[1], GROUP_TOKENS)
-    sizes = np.zeros(coded.groups, _SIZES)
+    sizes: list[bytes] = []
     side: list[NDArray[np.int16]] = []
     frames: list[bytes | memoryview] = []
     for number in range(coded.groups):
@@ -175,11 +184,8 @@ def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) 
             quantize_values(values, bits.values) if bits.values else zeros(values.shape, token_steps=True),
         )
         packed = [pack(tensor.codes) for tensor in snapped]
-        sizes[number] = (
-            [len(half.symbols) for half in packed],
-            [len(half.strays) for half in packed],
-            [half.per_byte for half in packed],
-        )
+        lengths = *(len(half.symbols) for half in packed), *(len(half.strays) for half in packed)
+        sizes.append(_SIZES.pack(*lengths, *(half.per_byte for half in packed)))
         frames += [half.symbols for half in packed]
         side += [part.reshape(-1) for tensor in snapped for part in (tensor.exponents, tensor.centres)]
         side += [np.array([snapped[1].centre_exponent], np.int16), *(half.strays for half in packed)]
@@ -195,7 +201,7 @@ def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) 
         GROUP_TOKENS,
         len(aside),
     )
-    return b"".join([header, sizes.tobytes(), aside, *frames])
+    return b"".join([header, *sizes, aside, *frames])
 
 
 def open_layer(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None) -> OpenLayer:
@@ -203,9 +209,8 @@ def open_layer(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = Non
 
     Raises `ValueError` for damaged bytes and for those of the other kind or another spec.
     """
-    places, view = locate_parts([data], kind, spec, span), memoryview(data)
-    start, size = places.sides[0].tolist()
-    side = _unplane(expand(view[start : start + size], 2 * int(places.side_starts[0, -1])))
+    places, view = locate_parts(data, kind, spec, span), memoryview(data)
+    side = _unplane(expand([view[places.side_start : places.side_stop]], 2 * places.side_numbers))
     return OpenLayer(view, places, side, Span(0, spec.tokens) if span is None else span)
 
 
@@ -232,90 +237,81 @@ class OpenLayer:
             first = coded.group(groups[0]).start
             start, stop = max(first, span.start), min(first + len(groups) * tokens, span.stop)
             own = out[:, start - span.start : stop - span.start]
+            self._dequantize(half, groups, numbers)
             if stop - start < len(groups) * tokens:  # one group, in part
-                self._dequantize(half, groups, numbers, None)
                 numbers, own = numbers[:, :, start - first : stop - first], own[None]
             else:
                 own = own.reshape(heads, len(groups), tokens, dim).swapaxes(0, 1)  # a view: an axis is split
-                straight = dtype == "float32" and not delta
-                self._dequantize(half, groups, numbers, own if straight else None)
-                if straight:
-                    continue
             if delta:
                 numbers += widen(own, dtype)
+            # A copy, and no operation that writes there: copying does not read a place before it is written.
             narrow_into(numbers, dtype, own)
 
-    def _dequantize(
-        self, half: int, groups: range, codes: NDArray[np.float32], out: NDArray[np.float32] | None
-    ) -> None:
-        """Keys or values of some groups `[groups, kv_heads, tokens, dim]`: in `out` if given, else in `codes`."""
+    def _dequantize(self, half: int, groups: range, codes: NDArray[np.float32]) -> None:
+        """Write keys or values of some groups to `codes` `[groups, kv_heads, tokens, dim]`."""
         places, (count, heads, tokens, dim) = self.places, codes.shape
         keys, values = heads * places.coded.shape.key_dim, heads * places.coded.shape.value_dim
         at, width = (2 * keys, heads * tokens) if half else (0, keys)  # of the exponents; the centres come next
         last = 2 * keys + heads * tokens + values  # the exponent of the centres; strays come next
-        own = slice(groups.start, groups.stop)
-        rows = zip(
-            places.side_starts[0, own].tolist(),
-            places.strays[0, own].tolist(),
-            places.per_byte[0, own, half].tolist(),
-            places.frames[0, own, half].tolist(),
-            codes,
-            strict=True,
-        )
-        exponents, centres, centre_exponents = [], [], []
-        for first, strays, per_byte, (start, size), out_codes in rows:
-            exponents.append(self.side[first + at : first + at + width])
-            centres.append(self.side[first + at + width : first + at + width + heads * dim])
-            centre_exponents.append(self.side[first + last])
-            stray = first + last + 1 + (strays[0] if half else 0)
-            packed = Packed(per_byte, self.data[start : start + size], self.side[stray : stray + strays[half]])
-            unpack(packed, out_codes)
+        count_centres = heads * dim
+        packed: list[Packed] = []
+        side: list[NDArray[np.int16]] = []
+        last_exponents: list[int] = []
+        for group in places.groups[groups.start : groups.stop]:
+            frame, first, stray = group.halves[half], group.side_start + at, group.side_start + last + 1
+            stray += group.halves[0].strays if half else 0
+            packed.append(
+                Packed(frame.per_byte, self.data[frame.start : frame.stop], self.side[stray : stray + frame.strays])
+            )
+            side.append(self.side[first : first + width + count_centres])
+            last_exponents.append(group.side_start + last)
+        for _, alike in groupby(range(count), key=lambda group: packed[group].per_byte):
+            run = list(alike)
+            unpack(packed[run[0] : run[-1] + 1], codes[run[0] : run[-1] + 1])
+        joined = np.concatenate(side).reshape(count, -1)
         tensor = QuantizedTensor(
             codes,
-            np.stack(exponents).reshape(count, heads, -1),
-            np.stack(centres).reshape(count, heads, dim),
-            np.stack(centre_exponents)[:, None, None],
+            joined[:, :width].reshape(count, heads, -1),
+            joined[:, width:].reshape(count, heads, dim),
+            self.side[last_exponents][:, None, None],
         )
-        (dequantize_values if half else dequantize_keys)(tensor, out)
+        (dequantize_values if half else dequantize_keys)(tensor)
 
 
-def locate_parts(layers: Sequence[bytes], kind: Kind, spec: LayerSpec, span: Span | None = None) -> CodedLayout:
-    """The places of all parts in layers with equal headers; `span` is what will be read.
+def locate_parts(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None) -> CodedLayout:
+    """The places of all parts of a coded layer; `span` is what will be read.
 
     Raises `ValueError` for bytes that are damaged, as far as that shows, and for those of the other kind or another
-    spec: before memory is taken for what they say.
+    spec: before memory is taken for what they say. In plain Python: for the few groups of a layer that is sooner than
+    arrays.
     """
-    coded = describe(layers[0])
+    coded, shape = describe(data), spec.shape
     if coded.kind != kind or (span is not None and span.stop > coded.tokens):
         raise ValueError(f"this is a {coded.kind} of the KV of {coded.tokens} tokens")
-    if (coded.dtype, coded.shape, coded.tokens) != (spec.dtype, spec.shape, spec.tokens):
+    if (coded.dtype, coded.shape, coded.tokens) != (spec.dtype, shape, spec.tokens):
         raise ValueError("quantized KV of another shape, type or number of tokens")
-    if any(describe(data) != coded for data in layers[1:]):
-        raise ValueError("quantized KV whose parts have different headers")
-    start = _HEADER.size + coded.groups * _SIZES.itemsize
-    total = np.array([len(data) for data in layers])
-    sides = np.array([[start, _HEADER.unpack_from(data)[-1]] for data in layers])
-    if total.min() < start or (total < sides.sum(1)).any():
+    side_start = _HEADER.size + coded.groups * _SIZES.size
+    place = side_stop = side_start + _HEADER.unpack_from(data)[-1]
+    if len(data) < side_stop:
         raise ValueError("quantized KV is cut off")
-    sizes = np.stack([np.frombuffer(data, _SIZES, coded.groups, _HEADER.size) for data in layers])
-    lengths, strays, per_byte = (sizes[name].astype(np.int64) for name in ("bytes", "strays", "per_byte"))
-    stops = sides.sum(1)[:, None] + np.cumsum(lengths.reshape(len(layers), -1), axis=1)
-    if (total != (stops[:, -1] if coded.groups else sides.sum(1))).any():
+    groups: list[CodedGroup] = []
+    side_numbers = 0
+    sizes = _SIZES.iter_unpack(memoryview(data)[_HEADER.size : side_start])
+    for number, (key_bytes, value_bytes, key_strays, value_strays, *per_byte) in enumerate(sizes):
+        tokens = len(coded.group(number))
+        if not all(1 <= codes <= DENSEST for codes in per_byte):
+            raise ValueError("quantized KV is damaged: there cannot be that many codes in a byte")
+        numbers = shape.kv_heads * tokens
+        if key_strays > numbers * shape.key_dim or value_strays > numbers * shape.value_dim:  # each takes memory
+            raise ValueError("quantized KV is damaged: more strays than numbers")
+        keys = CodedFrame(place, place + key_bytes, per_byte[0], key_strays)
+        place = keys.stop + value_bytes
+        values = CodedFrame(keys.stop, place, per_byte[1], value_strays)
+        groups.append(CodedGroup(tokens, side_numbers, (keys, values)))
+        side_numbers += shape.kv_heads * (2 * shape.key_dim + shape.value_dim + tokens) + 1 + key_strays + value_strays
+    if place != len(data):
         raise ValueError("quantized KV is cut off, or longer than it says")
-    if coded.groups and not 1 <= per_byte.min() <= per_byte.max() <= DENSEST:
-        raise ValueError("quantized KV is damaged: there cannot be that many codes in a byte")
-    if (strays > _numbers_of_groups(coded)).any():  # each takes memory
-        raise ValueError("quantized KV is damaged: more strays than numbers")
-    counts = strays.sum(2) + coded.side_numbers
-    side_starts = np.concatenate([np.zeros((len(layers), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
-    frames = np.stack([stops.reshape(lengths.shape) - lengths, lengths], axis=-1)
-    return CodedLayout(coded, frames, per_byte, strays, sides, side_starts)
-
-
-def _numbers_of_groups(coded: Coded) -> NDArray[np.int64]:
-    """How many keys and how many values each group has, `[groups, 2]`."""
-    dims = np.array([coded.shape.key_dim, coded.shape.value_dim], np.int64)
-    return coded.tokens_of_groups[:, None] * coded.shape.kv_heads * dims
+    return CodedLayout(coded, groups, side_start, side_stop, side_numbers)
 
 
 def _shape_of(numbers: FloatKv) -> LayerShape:

@@ -58,13 +58,12 @@ def quantize_keys(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
     return QuantizedTensor(codes, exponents[:, 0], centres[:, 0].astype(np.int16))
 
 
-def dequantize_keys(tensor: QuantizedTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """The keys [heads, tokens, dim] of quantized ones, in `out` if given. Codes that are floats are overwritten."""
+def dequantize_keys(tensor: QuantizedTensor) -> NDArray[np.float32]:
+    """The keys [heads, tokens, dim] of quantized ones. Codes that are floats are overwritten."""
     numbers = tensor.codes.astype(np.float32, copy=False)
     numbers += tensor.centres.astype(np.float32)[..., None, :]
-    restored = numbers if out is None else out
-    np.multiply(numbers, steps_of(tensor.exponents)[..., None, :], out=restored)
-    return restored
+    numbers *= steps_of(tensor.exponents)[..., None, :]
+    return numbers
 
 
 def quantize_values(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
@@ -84,17 +83,20 @@ def quantize_values(numbers: NDArray[np.float32], bits: float) -> QuantizedTenso
     return QuantizedTensor(codes, marked, centres[:, 0].astype(np.int16), int(centre_exponent))
 
 
-def dequantize_values(tensor: QuantizedTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """The values [heads, tokens, dim] of quantized ones, in `out` if given. Codes that are floats are overwritten."""
+def dequantize_values(tensor: QuantizedTensor) -> NDArray[np.float32]:
+    """The values [heads, tokens, dim] of quantized ones. Codes that are floats are overwritten."""
     numbers = tensor.codes.astype(np.float32, copy=False)
     numbers *= steps_of(tensor.exponents >> 1)[..., None]
     centre = tensor.centres * steps_of(np.asarray(tensor.centre_exponent, np.int16))  # [heads, dim]
-    bare = np.nonzero(tensor.exponents & 1)
-    kept = numbers[bare]  # few: set aside, which is cheaper than adding a centre of zero
-    restored = numbers if out is None else out
-    np.add(numbers, centre[..., None, :], out=restored)
-    restored[bare] = kept
-    return restored
+    bare = tensor.exponents & 1
+    if bare.any():  # few: set aside, which is cheaper than adding a centre of zero
+        places = np.nonzero(bare)
+        kept = numbers[places]
+        numbers += centre[..., None, :]
+        numbers[places] = kept
+    else:
+        numbers += centre[..., None, :]
+    return numbers
 
 
 def zeros(shape: tuple[int, int, int], token_steps: bool) -> QuantizedTensor:
@@ -106,7 +108,8 @@ def zeros(shape: tuple[int, int, int], token_steps: bool) -> QuantizedTensor:
 
 def steps_of(exponents: NDArray[np.int16]) -> NDArray[np.float32]:
     """The square root of two to these powers, the same on every machine; powers that no step has are bounded."""
-    return np.take(_STEPS, exponents.astype(np.intp) - _SMALLEST_EXPONENT, mode="clip")
+    steps: NDArray[np.float32] = _STEPS.take(exponents.astype(np.intp) - _SMALLEST_EXPONENT, mode="clip")
+    return steps
 
 
 def _all_steps() -> NDArray[np.float32]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from rekindle.errors import InvalidGrammar
 
 GrammarKind = Literal["json", "regex", "lark", "gbnf"]
+NOTHING_FOLLOWS = "The grammar leads to a place where nothing may follow. Give every rule a way to end."
 
 # A grammar is compiled before the reply begins, in a process that is killed if that takes too long. Inputs that
 # take quadratic time are refused before, with a better error: long patterns, many optional properties, remainders.

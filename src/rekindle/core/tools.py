@@ -174,9 +174,6 @@ class ToolChoice:
             raise InvalidPrompt("'tool_choice' is 'required', but the request has no tools. Send them along.")
         return cls("required")
 
-    def as_openai(self) -> str | dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}} if self.mode == "function" else self.mode
-
     @property
     def forces(self) -> bool:
         """Whether the reply must be a call."""

@@ -75,9 +75,26 @@ class Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 def answer_job(session: Session, job: Job, client: JobConnection, load_seconds: float | None = None) -> None:
-    """Do a job and send its events and its result. The client sees the end when all of its KV is on disk."""
-    with _ClientWatch(client) as watched:
-        result = run_job(session, job, client.send, watched.cancel_with)
+    """Do a job and send its events and its result. The client sees the end when all of its KV is on disk.
+
+    Its reply is cancelled when the client goes away, also while its prompt is computed.
+    """
+    gone, streams = threading.Event(), list[ReplyStream]()
+
+    def watch() -> None:
+        for _ in client.messages():  # nothing more is expected from it, but the end
+            pass
+        gone.set()
+        for stream in streams:
+            stream.cancel()
+
+    def started(stream: ReplyStream) -> None:
+        streams.append(stream)
+        if gone.is_set():
+            stream.cancel()
+
+    threading.Thread(target=watch, daemon=True).start()
+    result = run_job(session, job, client.send, started)
     client.send({"result": {**result, "load_seconds": load_seconds}})
     session.flush()
 
@@ -89,31 +106,3 @@ def _send_error(client: JobConnection, error: Exception) -> None:
         kind, message = "RekindleError", f"The model failed in the background: {error!r}"
     with suppress(OSError):
         client.send({"error": {"type": kind, "message": message}})
-
-
-class _ClientWatch:
-    """Cancels the reply of a client that goes away, also while its prompt is computed."""
-
-    def __init__(self, client: JobConnection) -> None:
-        self._client = client
-        self._stream: ReplyStream | None = None
-        self._gone = False
-
-    def cancel_with(self, stream: ReplyStream) -> None:
-        self._stream = stream
-        if self._gone:
-            stream.cancel()
-
-    def __enter__(self) -> _ClientWatch:
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream = None
-
-    def _watch(self) -> None:
-        for _ in self._client.messages():  # nothing more is expected from it, but the end
-            pass
-        self._gone = True
-        if (stream := self._stream) is not None:
-            stream.cancel()

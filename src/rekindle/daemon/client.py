@@ -88,7 +88,7 @@ class DaemonClient:
             ask(path, {"kind": "leave", "only_if_idle": True})
         with self._log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rekindle.daemon"],
+                [sys.executable, "-m", "rekindle.daemon.process"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

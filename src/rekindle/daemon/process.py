@@ -1,4 +1,7 @@
-"""The daemon: a process that keeps an engine loaded, does the jobs of commands, and leaves when nobody needs it."""
+"""The daemon: a process that keeps an engine loaded, does the jobs of commands, and leaves when nobody needs it.
+
+Commands start it in the background: `python -m rekindle.daemon.process`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +32,8 @@ from rekindle.session.session import Session
 from rekindle.settings import SETTINGS, Settings
 
 log = logging.getLogger("rekindle.daemon")
+
+_LOOK_SECONDS = 0.05  # how often a client that waits is shown how far loading is
 
 
 def main() -> None:
@@ -128,64 +134,53 @@ class _LoadedModel:
 
     def __init__(self, spec: DaemonSpec) -> None:
         self.spec = spec
-        self._changed = threading.Condition()
+        self._engine: Future[Engine] = Future()
         self._stage: tuple[str, int, int] | None = None
-        self._engine: Engine | None = None
-        self._error: Exception | None = None
         self._version: str | None = None
 
     @property
     def engine(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
+        """Raises why it cannot be loaded."""
+        return self._engine.result()
 
     @property
     def loaded(self) -> bool:
-        return self._engine is not None
+        return self._engine.done() and not self.failed
 
     @property
     def failed(self) -> bool:
-        return self._error is not None
+        return self._engine.done() and self._engine.exception() is not None
 
     def load(self) -> None:
         version = model_version(self.spec.model)  # before, so that no later change is missed
         try:
             engine = load_engine(self.spec.model, EngineOptions.of(Settings(**self.spec.settings)), self._report)
+            self._version = version or model_version(self.spec.model)
+            self._engine.set_result(engine)
         except Exception as error:  # noqa: BLE001  (raised again by the jobs that wait)
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-            return
-        with self._changed:
-            self._engine, self._version = engine, version or model_version(self.spec.model)
-            self._changed.notify_all()
+            self._engine.set_exception(error)
 
     def wait(self, client: JobConnection) -> float | None:
-        """Wait until it is loaded and return how long that took; None if it was. Raises why it cannot be loaded."""
+        """Wait until it is loaded and return how long that took; None if it was. Raises as `engine`."""
         started, sent = time.perf_counter(), None
-        while True:
-            with self._changed:
-                while self._engine is None and self._error is None and self._stage == sent:
-                    self._changed.wait()
-                if self._error is not None:
-                    raise self._error
-                if self._engine is not None:
-                    return None if sent is None else time.perf_counter() - started
+        waited = not self._engine.done()
+        while wait([self._engine], _LOOK_SECONDS).not_done:
+            if self._stage != sent:
                 sent = self._stage
-            client.send({"stage": sent})
+                client.send({"stage": sent})
+        self._engine.result()
+        return time.perf_counter() - started if waited else None
 
     def has_changed(self) -> bool:
         """Whether the model's files are no longer those that were loaded."""
         return model_version(self.spec.model) != self._version
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        if self.loaded:
+            self.engine.close()
 
     def _report(self, stage: str, done: int, total: int) -> None:
-        with self._changed:
-            self._stage = (stage, done, total)
-            self._changed.notify_all()
+        self._stage = (stage, done, total)
 
 
 class _SharedSession:
@@ -259,3 +254,7 @@ def _file_versions(settings: dict[str, Any]) -> list[str]:
         folder = None if entry is None else Path(entry.path)
         named += [] if folder is None else [folder] if folder.is_file() else sorted(folder.glob("*"))
     return [file_version(path) for path in named if path.is_file()]
+
+
+if __name__ == "__main__":
+    main()

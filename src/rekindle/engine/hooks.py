@@ -47,6 +47,7 @@ class Probe:
     segments    report the attention that each token of the row pays to each of these spans, which do not overlap
     deviation   report how far new KV is from what it replaces
     layers      in these layers; None: in all
+    sampled     one of the heads that share a key head is enough: an estimate
     """
 
     report: Callable[[Reading], None]
@@ -54,6 +55,7 @@ class Probe:
     segments: tuple[Span, ...] = ()
     deviation: bool = False
     layers: range | None = None
+    sampled: bool = False
 
 
 @dataclass(frozen=True)

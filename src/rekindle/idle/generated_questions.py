@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rekindle.answers.guard import is_english
+from rekindle.answers.words import stem
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Message
 from rekindle.idle.extracted_questions import EMPTY
@@ -292,15 +293,15 @@ def is_answerable(question: str, passages: Sequence[tuple[str, float]]) -> bool:
     text = " ".join(passage for passage, _ in passages).casefold()
     if not is_english(question):
         return _shares_words(question.casefold(), text)
-    stems = {_stem(word) for word in _WORD.findall(text)}
+    stems = {stem(word) for word in _WORD.findall(text)}
     spoken = [word for word in _WORD.findall(question)[1:] if word.casefold() not in EMPTY]
     words = [word for word in spoken if word.casefold() not in _ASKING] or spoken
     names = [word for word in words if word[0].isupper() or word[0].isdigit()]
     if not words:
         return False
-    if any(_stem(name.casefold()) not in stems for name in names):
+    if any(stem(name.casefold()) not in stems for name in names):
         return False
-    found = sum(_stem(word.casefold()) in stems for word in words)
+    found = sum(stem(word.casefold()) in stems for word in words)
     nearest = max(cosine for _, cosine in passages)
     return found >= _FOUND * len(words) and (nearest >= _FAR or found == len(words) > 1)
 
@@ -312,12 +313,3 @@ def _shares_words(question: str, text: str) -> bool:
     known = {word[:5] for word in _WORD.findall(text)}
     words = [word[:5] for word in _WORD.findall(question) if len(word) > 3]
     return bool(words) and sum(word in known for word in words) >= _MIN_SHARED * len(words)
-
-
-def _stem(word: str) -> str:
-    """A rough stem."""
-    word = word.removesuffix("'s").removesuffix("’s")
-    for end in ("ation", "ing", "ies", "ied", "ed", "es", "s", "e", "y"):
-        if word.endswith(end) and len(word) - len(end) >= 3:
-            return word[: -len(end)]
-    return word

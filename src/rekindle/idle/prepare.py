@@ -117,7 +117,7 @@ class Preparer:
     def _open(self) -> tuple[AnswerBank, QuestionSources]:
         bank = self._session.answers.bank(self._tenant, self._salt)
         if self._opened is None or self._opened[0] is not bank:
-            self._opened = (bank, QuestionSources(bank.library, bank))
+            self._opened = (bank, QuestionSources(bank))
         return self._opened
 
     def answer_all(self, action: Action, entries: Iterable[BankEntry]) -> list[IdleAction]:

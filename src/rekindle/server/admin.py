@@ -25,6 +25,7 @@ from rekindle.server.host import ServedModel
 from rekindle.server.metrics import CONTENT_TYPE
 from rekindle.server.openai.translate import prompt_request
 from rekindle.server.page.views import page_files
+from rekindle.server.pending_reply import PendingReply
 from rekindle.server.recorded import recorded_request
 from rekindle.server.reply_fields import rekindle_of
 from rekindle.server.schema import AppRequest, CheckRequest, ExplainRequest, PromptRequest
@@ -79,10 +80,10 @@ async def show_server(call: Call) -> Response:
     keep_alive = host.shared.session_settings.keep_alive
     fields: dict[str, Any] = {**models[0], "keep_alive": keep_alive, "uptime_seconds": _uptime(call), "models": models}
     if call.caller.operator:
-        lines = [service.line for service in host.services()]
-        waiting = sum(line.waiting for line in lines) + sum(model.waiting for model in host.models.values())
-        fields |= {"pid": os.getpid(), "running": sum(line.running for line in lines), "waiting": waiting}
-        fields["parallel"] = sum(line.places for line in lines)
+        queues = [service.admission for service in host.services()]
+        waiting = sum(queue.waiting for queue in queues) + sum(model.waiting for model in host.models.values())
+        fields |= {"pid": os.getpid(), "running": sum(queue.running for queue in queues), "waiting": waiting}
+        fields["parallel"] = sum(queue.places for queue in queues)
     return JSONResponse(fields)
 
 
@@ -168,7 +169,8 @@ def _prompt_request(call: Call, body: PromptRequest) -> Request:
 async def warm_prompt(call: Call, body: PromptRequest) -> Response:
     """Prefill a prompt now and keep its KV."""
     request = _prompt_request(call, body)
-    _, (reply,) = await call.collect(call.service.answer([request], call.caller, body), 1)
+    events = call.service.answer([request], call.caller, body)
+    _, (reply,) = await PendingReply(call, request, events, []).replies()
     await _with_cache(call, call.service.session.flush)
     usage = {"prompt_tokens": reply.usage.prompt_tokens, "cached_tokens": reply.usage.cached_tokens}
     return JSONResponse({"usage": usage, "rekindle": rekindle_of(reply.reuse, call.ignored(body))})

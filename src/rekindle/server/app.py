@@ -95,19 +95,17 @@ def _handler(endpoint: Endpoint, host: Host) -> Callable[[HttpRequest], Awaitabl
                 raise ApiError(503, "The server is stopping. Try again soon.", headers=_SOON)
             call = replace(call, caller=_identify(http, host, endpoint))
             current_record().tenant = call.caller.tenant
-            if endpoint.body is None:
-                call = replace(call, salt=salt_of(None, http.query_params))
-                call = replace(call, opened=await _service(call, endpoint, None))
-                return await endpoint.answer(call)
-            sent = _checked(await _read(http, host))
-            try:
-                body = parse(endpoint.body, sent)
-            except ApiError:
-                call = replace(call, salt=salt_of_refused(sent))
-                raise
+            body: RequestBody | None = None
+            if endpoint.body is not None:
+                sent = _checked(await _read(http, host))
+                try:
+                    body = parse(endpoint.body, sent)
+                except ApiError:
+                    call = replace(call, salt=salt_of_refused(sent))
+                    raise
             call = replace(call, salt=salt_of(body, http.query_params))
             call = replace(call, opened=await _service(call, endpoint, body))
-            return await endpoint.answer(call, body)
+            return await (endpoint.answer(call) if body is None else endpoint.answer(call, body))
         except (ClientGone, ClientDisconnect):
             call.failed("disconnected")
             return Response(status_code=_CLOSED_REQUEST)

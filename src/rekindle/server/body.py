@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,7 +13,16 @@ from pydantic_core import from_json
 
 from rekindle.core.request import Message, Options
 from rekindle.server.errors import ApiError
-from rekindle.server.schema import MAX_SALT, AgentBody, CacheBody, ChatMessage, ChatOptions, DocumentText, RequestBody
+from rekindle.server.schema import (
+    MAX_SALT,
+    AgentBody,
+    CacheBody,
+    ChatMessage,
+    ChatOptions,
+    CompletionOptions,
+    DocumentText,
+    RequestBody,
+)
 
 _Body = TypeVar("_Body", bound=RequestBody)
 NO_IMAGE = "[An image was left out: this model reads text.]"
@@ -28,8 +37,9 @@ class ReplyLength:
     default: int
 
     def of(self, wanted: int | None) -> int:
-        """The tokens that a request may have that wants a reply of that length."""
-        return min(self.default if wanted is None else wanted, self.longest)
+        """The tokens that a request may have that wants a reply of that length; below 0: as many as fit."""
+        wanted = self.default if wanted is None else wanted
+        return self.longest if wanted < 0 else min(wanted, self.longest)
 
 
 def parse(kind: type[_Body], body: bytes) -> _Body:
@@ -105,6 +115,15 @@ def salt_of_refused(body: bytes) -> str | None:
     return salt if isinstance(salt, str) else None
 
 
+@dataclass
+class TranslatedChat:
+    """Messages and tools as the session takes them, and the names of what was left out."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
 def cache_options(body: CacheBody, tenant: str) -> Options:
     """Options of the request that all protocols have: tenant, salt, app, and what stands under `rekindle`."""
     options: Options = {"tenant": tenant}
@@ -115,7 +134,7 @@ def cache_options(body: CacheBody, tenant: str) -> Options:
     if body.app_id:  # session_id, user and so on are not apps: nothing says when they end
         options |= {"app": body.app_id, "app_state": body.app_state}
     own = getattr(body, "rekindle", None)
-    if own is not None and own.reuse is not None:
+    if isinstance(own, CompletionOptions) and own.reuse is not None:
         options.setdefault("reuse", own.reuse)
     if isinstance(own, ChatOptions):
         if own.answers is not None:
@@ -141,13 +160,26 @@ def documents_of(given: Sequence[str | DocumentText], field: str) -> list[dict[s
 
 def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, length: ReplyLength) -> Options:
     """The same with sampling, and a reply of the wanted length, if `length` allows that."""
-    options = cache_options(body, tenant)
-    options["max_tokens"] = length.of(wanted_tokens)
-    options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
-    if body.top_p is not None:
-        options["top_p"] = body.top_p
-    if body.top_k:
-        options["top_k"] = body.top_k
+    return cache_options(body, tenant) | {"max_tokens": length.of(wanted_tokens)} | sampling_options(body)
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+
+
+def sampling_options(given: RequestBody, **defaults: float) -> Options:
+    """The sampling of a reply: what was given, else these defaults. What a body has beside its fields is not heeded."""
+    fields = {name: value for name, value in given if name in type(given).model_fields and value is not None}
+    options: Options = {"temperature": 1.0}
+    for name, value in (defaults | {name: fields[name] for name in _SAMPLING if name in fields}).items():
+        if name != "top_k":
+            options[name] = float(value)  # type: ignore[literal-required]
+        elif value > 0:
+            options["top_k"] = int(value)
+    for name in ("repetition_penalty", "repeat_penalty"):
+        if name in fields:
+            options["repetition_penalty"] = fields[name]
+    if fields.get("stop"):
+        options["stop"] = fields["stop"]
     return options
 
 

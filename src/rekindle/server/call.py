@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
-from rekindle.core.reply import Reply, Reuse, TextPiece
 from rekindle.core.request import Message, Request
 from rekindle.core.scope import Scope
 from rekindle.errors import ContextOverflow
@@ -21,12 +17,10 @@ from rekindle.server.auth import Caller
 from rekindle.server.canonical import canonical_request
 from rekindle.server.errors import ApiError
 from rekindle.server.host import Host
-from rekindle.server.job import ChoiceEvent, Finished, Planned, ReplyPart, reply_parts
-from rekindle.server.protocol import OPENAI, EventStream, WireProtocol, until_disconnect
-from rekindle.server.schema import CacheBody, RequestBody, RetrievalOptions
+from rekindle.server.protocol import OPENAI, WireProtocol, until_disconnect
+from rekindle.server.schema import CacheBody, RequestBody
 from rekindle.server.server_log import current_record
 from rekindle.server.service import Service
-from rekindle.session.ask import Prepared
 
 _Result = TypeVar("_Result")
 PAGE = 100
@@ -114,102 +108,25 @@ class Call:
 
         return await until_disconnect(self.http.receive, done())
 
+    async def encode_chat(self, request: Request, *, token_limit: int | None = None) -> list[int]:
+        """The tokens of a chat as the model reads it."""
+        messages = [message for message in request.prompt if isinstance(message, Message)]
+        session = self.service.session
+
+        def encode() -> list[int]:
+            with session.staying():
+                tokenizer = session.engine.tokenizer
+                return tokenizer.encode_chat(
+                    messages, tools=request.tools, think=request.think, token_limit=token_limit
+                )
+
+        return await self.in_thread(encode)
+
     async def template(self) -> str:
         """The model's chat template."""
         return await self.in_thread(lambda: self.service.template)
-
-    async def with_passages(self, request: Request, wanted: RetrievalOptions) -> Prepared:
-        """A chat with passages of the library for its last user message. Raises `ApiError` 400 if that is empty."""
-        said = [m.content for m in request.prompt if isinstance(m, Message) and m.role == "user"]
-        if not said or not said[-1].strip():
-            raise ApiError(400, "messages: No message of the user has text to search for.", param="messages")
-        session = self.service.session
-        return await self.in_thread(lambda: session.prepare_request(said[-1], request, wanted.top_k, wanted.retrieval))
-
-    def parts(
-        self, events: AsyncGenerator[ChoiceEvent, None], request: Request, count: int = 1
-    ) -> AsyncGenerator[ReplyPart, None]:
-        """The parts of `count` replies to a request, as they come."""
-        return reply_parts(events, request, self.service.session.engine.tokenizer, count)
-
-    async def stream(
-        self,
-        events: AsyncGenerator[ChoiceEvent, None],
-        write: Callable[[Reuse], AsyncGenerator[Mapping[str, Any], None]],
-    ) -> Response:
-        """A stream of the protocol, begun when the first prompt is planned: `write` makes its items of the events that
-        follow, and gets the planned reuse."""
-        try:
-            planned = await until_disconnect(self.http.receive, _first(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(self.protocol, write(planned), plan_header(planned), events, self.failed)
 
     def failed(self, outcome: str) -> None:
         """Count a request that ended without a reply: disconnected, 4xx, 5xx."""
         current_record().outcome = outcome
         self.host.shared.metrics.failed(self.scope, outcome)
-
-    async def collect(self, events: AsyncGenerator[ChoiceEvent, None], count: int) -> tuple[Reuse, list[Reply]]:
-        """All replies, and the reuse of the first prompt."""
-        return await until_disconnect(self.http.receive, _collected(events, count))
-
-
-def plan_header(reuse: Reuse) -> dict[str, str]:
-    """The reuse of a prompt, in one header."""
-    parts = {"level": reuse.level, "engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk}
-    if reuse.quantized:
-        parts["quantized"] = reuse.quantized
-    if reuse.from_chunks:
-        parts["from_chunks"] = reuse.from_chunks
-    if reuse.streamed:
-        parts["streamed"] = reuse.streamed
-    fields = {**parts, "computed": reuse.computed, "miss": reuse.miss or "none"}
-    return {PLAN_HEADER: "; ".join(f"{name}={value}" for name, value in fields.items())}
-
-
-async def _first(events: AsyncGenerator[ChoiceEvent, None]) -> Reuse:
-    async for item in events:
-        if isinstance(item.event, Planned):
-            return item.event.reuse
-    raise AssertionError("a request is planned before it is finished")
-
-
-async def _collected(events: AsyncGenerator[ChoiceEvent, None], count: int) -> tuple[Reuse, list[Reply]]:
-    replies: dict[int, Reply] = {}
-    async with aclosing(events) as events:
-        async for item in events:
-            if isinstance(item.event, Finished):
-                replies[item.choice] = item.event.reply
-    ordered = [replies[number] for number in range(count)]
-    return ordered[0].reuse, ordered
-
-
-async def answer_prepared(
-    call: Call, body: CacheBody, prepared: Prepared, started: float
-) -> AsyncGenerator[ChoiceEvent, None]:
-    """Answer a question whose passages were found; `started` is when it came (`time.perf_counter`)."""
-    if prepared.given:
-        events = _stored_answer(call, body, prepared)
-    else:
-        events = call.service.answer([prepared.request], call.caller, body, prepared)
-    async with aclosing(events):
-        async for item in events:
-            if isinstance(item.event, Finished) and prepared.consulted is not None:
-                seconds = time.perf_counter() - started
-                call.service.session.answers.keep(prepared.consulted, item.event.reply, seconds)
-            yield item
-
-
-async def _stored_answer(call: Call, body: CacheBody, prepared: Prepared) -> AsyncGenerator[ChoiceEvent, None]:
-    """The events of a stored answer: no model runs."""
-    reply, service = prepared.given, call.service
-    assert reply is not None
-    if service.idle_thread is not None:  # its own answer is found later
-        service.idle_thread.arrive(prepared.request)
-        service.idle_thread.leave()
-    record = service.begin(prepared.request, call.caller, body, prepared)
-    for event in (Planned(reply.reuse), TextPiece(reply.text), Finished(reply)):
-        service.record(record, event)
-        yield ChoiceEvent(0, event)

@@ -19,9 +19,10 @@ from rekindle.knowledge.library import DocumentEntry, Library
 from rekindle.knowledge.retrieve import Hit
 from rekindle.knowledge.salvage import Loss
 from rekindle.server.body import documents_of
-from rekindle.server.call import Call, answer_prepared, plan_header
-from rekindle.server.job import ChoiceEvent, Finished
+from rekindle.server.call import Call
+from rekindle.server.job import Finished
 from rekindle.server.openai.translate import ask_options, usage_of
+from rekindle.server.pending_reply import PendingReply, answer_prepared
 from rekindle.server.reply_fields import (
     new_id,
     rekindle_of,
@@ -43,26 +44,28 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     started = time.perf_counter()
     prepared = await call.in_thread(lambda: session.prepare(body.question, **options))
     events = answer_prepared(call, body, prepared, started)
-    head = {"id": new_id("answer"), "created": int(time.time()), "model": adapter or call.service.model}
-    if body.stream:
-        return await call.stream(events, lambda _: _chunks(head, prepared, events, call.ignored(body)))
-    planned, (reply,) = await call.collect(events, 1)
-    fields = {"question": body.question, "answer": reply.text, "sources": sources_of(prepared)}
-    ended = _ended(reply, prepared, call.ignored(body))
-    return JSONResponse({**head, "object": "rekindle.answer", **fields, **ended}, headers=plan_header(planned))
+    pending = PendingReply(call, prepared.request, events, call.ignored(body), prepared=prepared)
+    head = {"id": new_id("answer"), "created": int(time.time()), "model": pending.model}
+
+    def whole(replies: list[Reply]) -> dict[str, Any]:
+        (reply,) = replies
+        fields = {"question": body.question, "answer": reply.text, "sources": sources_of(prepared)}
+        return {**head, "object": "rekindle.answer", **fields, **_ended(reply, prepared, pending.ignored)}
+
+    return await pending.respond(body.stream, lambda _: _chunks(head, prepared, pending), whole)
 
 
 async def _chunks(
-    head: Mapping[str, Any], prepared: Prepared, events: AsyncGenerator[ChoiceEvent, None], ignored: list[str]
+    head: Mapping[str, Any], prepared: Prepared, pending: PendingReply
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     """The sources, then the answer in pieces, then usage, timings and reuse."""
     head = {**head, "object": "rekindle.answer.chunk"}
     yield {**head, "sources": sources_of(prepared), "delta": "", "finish_reason": None}
-    async for item in events:
+    async for item in pending.events:
         if isinstance(item.event, TextPiece):
             yield {**head, "delta": str(item.event), "finish_reason": None}
         elif isinstance(item.event, Finished):
-            yield {**head, "delta": "", **_ended(item.event.reply, prepared, ignored)}
+            yield {**head, "delta": "", **_ended(item.event.reply, prepared, pending.ignored)}
 
 
 def _ended(reply: Reply, prepared: Prepared, ignored: list[str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class MeasuredService(Protocol):
 
     model: str
     session: Session
-    line: AdmissionQueue
+    admission: AdmissionQueue
 
 
 class Metrics:
@@ -130,9 +130,9 @@ class _Machine:
 
     def collect(self) -> Iterable[Metric]:
         services = self._services()
-        lines, caches = [service.line for service in services], [service.session.cache for service in services]
-        running, waiting = sum(line.running for line in lines), sum(line.waiting for line in lines)
-        refused = sum(line.refused for line in lines)
+        queues, caches = [service.admission for service in services], [service.session.cache for service in services]
+        running, waiting = sum(queue.running for queue in queues), sum(queue.waiting for queue in queues)
+        refused = sum(queue.refused for queue in queues)
         yield _gauge("rekindle_running_requests", "Requests being answered.", running)
         yield _gauge("rekindle_queued_requests", "Requests waiting in the queue.", waiting)
         yield _counter("rekindle_refused_requests", "Requests refused because the queue was full.", refused)

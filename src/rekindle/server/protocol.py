@@ -3,9 +3,10 @@
 The core takes a `Request` of the session (`Call.service.answer`) and gives back a `Reply`, or its parts while they
 come (`reply_parts`). A protocol translates between these and its own JSON; none imports another. To add one:
 
-1. `server/NAME/`: a subclass of `CacheBody` for each body, a function `answer_...(call, body)` for each endpoint.
+1. `server/NAME.py`: a subclass of `CacheBody` for each body, a function `answer_...(call, body)` for each endpoint.
 2. In it, make a `Request.of(messages, **options)`: `cache_options` gives tenant, salt, app and reuse.
-3. Whole: `call.collect(events, 1)`; streamed: `call.stream(events, ...)`, with items made of `call.parts(...)`.
+3. `pending = await begin_chat(call, body, request)`, then `pending.respond`: what it writes whole is made of replies,
+   what it streams of `pending.parts()`.
 4. A `WireProtocol` with its errors and the frame of a stream's items; raise `ApiError`, the core writes it.
 5. Rows in `routes.ENDPOINTS`, with `protocol=` (and a prefix in `routes.protocol_of` for paths it does not have).
 """
@@ -65,11 +66,15 @@ class WireProtocol:
         return Response(body, problem.status, problem.headers, media_type="application/json")
 
 
+def error_kind(problem: ApiError, kinds: Mapping[int, str], server: str = "server_error") -> str:
+    """The word for an error: of `kinds` and those that all protocols share, by status; else whose fault it is."""
+    shared = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    return {**shared, **kinds}.get(problem.status, "invalid_request_error" if problem.status < 500 else server)
+
+
 def openai_error(problem: ApiError) -> dict[str, Any]:
     """An error in OpenAI's format, which our own endpoints use too."""
-    by_status = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = by_status.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
-    message = problem.message
+    kind, message = error_kind(problem, {429: "rate_limit_error"}), problem.message
     if problem.overflow is not None:  # in the words that clients look for
         words = "This model's maximum context length is {1} tokens. However, your messages resulted in {0} tokens. {2}"
         message = words.format(*problem.overflow, message)

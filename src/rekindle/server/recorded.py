@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from rekindle.core.request import Request
-from rekindle.server.anthropic.schema import MessagesRequest
-from rekindle.server.anthropic.translate import messages_request, translate_chat
+from rekindle.server.anthropic import MessagesRequest, messages_request, translate_chat
 from rekindle.server.body import ReplyLength, parse
-from rekindle.server.ollama.schema import OllamaChatRequest
-from rekindle.server.ollama.translate import chat_request as ollama_request
-from rekindle.server.openai.responses_request import ResponsesRequest, responses_request, translate_input
+from rekindle.server.ollama import OllamaChatRequest
+from rekindle.server.ollama import chat_request as ollama_request
+from rekindle.server.openai.responses import ResponsesRequest, responses_request, translate_input
 from rekindle.server.openai.translate import chat_request
 from rekindle.server.schema import ChatRequest
 

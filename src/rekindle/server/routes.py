@@ -5,70 +5,42 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, get_type_hints
 
 from starlette.responses import Response
 
-from rekindle.server import admin, knowledge, models
-from rekindle.server.anthropic.messages import ANTHROPIC, answer_messages, count_tokens
-from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from rekindle.server import admin, anthropic, embed_texts, knowledge, llamacpp, models, ollama, ollama_models
+from rekindle.server.anthropic import ANTHROPIC
 from rekindle.server.call import MAX_PAGE, PAGE
-from rekindle.server.embed_texts import answer_embeddings
-from rekindle.server.llamacpp import native
-from rekindle.server.llamacpp.native import LLAMACPP
-from rekindle.server.llamacpp.schema import ApplyTemplateRequest, InfillRequest, NativeCompletionRequest
-from rekindle.server.ollama import model_info, replies
-from rekindle.server.ollama.schema import (
-    EmbedRequest,
-    GenerateRequest,
-    ModelBody,
-    OldEmbeddingsRequest,
-    OllamaChatRequest,
-    PullRequest,
-)
-from rekindle.server.ollama.translate import OLLAMA
-from rekindle.server.openai.chat import answer_chat
-from rekindle.server.openai.completions import answer_completion
-from rekindle.server.openai.responses import RESPONSES_API, answer_responses
-from rekindle.server.openai.responses_request import ResponsesRequest
+from rekindle.server.llamacpp import LLAMACPP
+from rekindle.server.ollama import OLLAMA
+from rekindle.server.openai import chat, completions, responses
+from rekindle.server.openai.responses import RESPONSES_API
 from rekindle.server.page import views
 from rekindle.server.protocol import OPENAI, WireProtocol
-from rekindle.server.schema import (
-    MAX_SALT,
-    AppRequest,
-    AskRequest,
-    ChatRequest,
-    CheckRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    DocumentsRequest,
-    EmbeddingsRequest,
-    ExplainRequest,
-    LibraryCheckRequest,
-    LoadAdapterRequest,
-    PromptRequest,
-    RequestBody,
-    SearchRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
+from rekindle.server.schema import MAX_SALT, RequestBody
 
 _OWN = "/v1/rekindle"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One method at one path. `answer(call)`, or `answer(call, body)` where it takes one."""
+    """One method at one path. `answer(call)`, or `answer(call, body)` where it takes one, of the type it says."""
 
     method: str
     path: str
     answer: Callable[..., Awaitable[Response]]
-    body: type[RequestBody] | None = None
     open: bool = False  # needs no key
     streams: bool = False
     media_type: str = "application/json"
     protocol: WireProtocol = OPENAI
     needs: Literal["model", "default", "nothing"] = "model"  # which must be open: the model that the body names
+
+    @cached_property
+    def body(self) -> type[RequestBody] | None:
+        """What it takes besides the call."""
+        return get_type_hints(self.answer).get("body")
 
     @property
     def summary(self) -> str:
@@ -107,57 +79,53 @@ class Endpoint:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/v1/chat/completions", answer_chat, ChatRequest, streams=True),
-    Endpoint("POST", "/v1/completions", answer_completion, CompletionRequest, streams=True),
-    Endpoint("POST", "/v1/responses", answer_responses, ResponsesRequest, streams=True, protocol=RESPONSES_API),
-    Endpoint("POST", "/v1/embeddings", answer_embeddings, EmbeddingsRequest, needs="default"),
-    Endpoint("POST", "/v1/messages", answer_messages, MessagesRequest, streams=True, protocol=ANTHROPIC),
-    Endpoint("POST", "/v1/messages/count_tokens", count_tokens, CountTokensRequest, protocol=ANTHROPIC),
-    Endpoint("POST", "/api/chat", replies.answer_ollama_chat, OllamaChatRequest, streams=True, protocol=OLLAMA),
-    Endpoint("POST", "/api/generate", replies.answer_generate, GenerateRequest, streams=True, protocol=OLLAMA),
-    Endpoint("POST", "/api/embed", replies.answer_embed, EmbedRequest, protocol=OLLAMA, needs="default"),
-    Endpoint(
-        "POST", "/api/embeddings", replies.answer_old_embeddings, OldEmbeddingsRequest, protocol=OLLAMA, needs="default"
-    ),
-    Endpoint("GET", "/api/tags", model_info.list_tags, protocol=OLLAMA, needs="nothing"),
-    Endpoint("POST", "/api/show", model_info.show_tag, ModelBody, protocol=OLLAMA, needs="nothing"),
-    Endpoint("GET", "/api/ps", model_info.list_running, protocol=OLLAMA, needs="nothing"),
-    Endpoint("GET", "/api/version", model_info.show_version, protocol=OLLAMA, needs="nothing"),
-    Endpoint("POST", "/api/pull", model_info.pull_model, PullRequest, streams=True, protocol=OLLAMA, needs="nothing"),
-    Endpoint("DELETE", "/api/delete", model_info.delete_model, ModelBody, protocol=OLLAMA, needs="nothing"),
-    Endpoint(
-        "POST", "/completion", native.answer_native_completion, NativeCompletionRequest, streams=True, protocol=LLAMACPP
-    ),
-    Endpoint("POST", "/infill", native.answer_infill, InfillRequest, streams=True, protocol=LLAMACPP),
-    Endpoint("GET", "/props", native.show_props, protocol=LLAMACPP, needs="default"),
-    Endpoint("GET", "/slots", native.list_slots, protocol=LLAMACPP, needs="default"),
-    Endpoint("POST", "/apply-template", native.apply_template, ApplyTemplateRequest, protocol=LLAMACPP),
+    Endpoint("POST", "/v1/chat/completions", chat.answer_chat, streams=True),
+    Endpoint("POST", "/v1/completions", completions.answer_completion, streams=True),
+    Endpoint("POST", "/v1/responses", responses.answer_responses, streams=True, protocol=RESPONSES_API),
+    Endpoint("POST", "/v1/embeddings", embed_texts.answer_embeddings, needs="default"),
+    Endpoint("POST", "/v1/messages", anthropic.answer_messages, streams=True, protocol=ANTHROPIC),
+    Endpoint("POST", "/v1/messages/count_tokens", anthropic.count_tokens, protocol=ANTHROPIC),
+    Endpoint("POST", "/api/chat", ollama.answer_ollama_chat, streams=True, protocol=OLLAMA),
+    Endpoint("POST", "/api/generate", ollama.answer_generate, streams=True, protocol=OLLAMA),
+    Endpoint("POST", "/api/embed", ollama.answer_embed, protocol=OLLAMA, needs="default"),
+    Endpoint("POST", "/api/embeddings", ollama.answer_old_embeddings, protocol=OLLAMA, needs="default"),
+    Endpoint("GET", "/api/tags", ollama_models.list_tags, protocol=OLLAMA, needs="nothing"),
+    Endpoint("POST", "/api/show", ollama_models.show_tag, protocol=OLLAMA, needs="nothing"),
+    Endpoint("GET", "/api/ps", ollama_models.list_running, protocol=OLLAMA, needs="nothing"),
+    Endpoint("GET", "/api/version", ollama_models.show_version, protocol=OLLAMA, needs="nothing"),
+    Endpoint("POST", "/api/pull", ollama_models.pull_model, streams=True, protocol=OLLAMA, needs="nothing"),
+    Endpoint("DELETE", "/api/delete", ollama_models.delete_model, protocol=OLLAMA, needs="nothing"),
+    Endpoint("POST", "/completion", llamacpp.answer_native_completion, streams=True, protocol=LLAMACPP),
+    Endpoint("POST", "/infill", llamacpp.answer_infill, streams=True, protocol=LLAMACPP),
+    Endpoint("GET", "/props", llamacpp.show_props, protocol=LLAMACPP, needs="default"),
+    Endpoint("GET", "/slots", llamacpp.list_slots, protocol=LLAMACPP, needs="default"),
+    Endpoint("POST", "/apply-template", llamacpp.apply_template, protocol=LLAMACPP),
     Endpoint("GET", "/v1/models", models.list_models, needs="nothing"),
     Endpoint("GET", "/v1/models/{name:path}", models.show_model, needs="nothing"),
-    Endpoint("POST", "/v1/load_lora_adapter", models.load_adapter, LoadAdapterRequest),
-    Endpoint("POST", "/v1/unload_lora_adapter", models.unload_adapter, UnloadAdapterRequest),
-    Endpoint("POST", "/tokenize", models.tokenize, TokenizeRequest),
-    Endpoint("POST", "/detokenize", models.detokenize, DetokenizeRequest),
+    Endpoint("POST", "/v1/load_lora_adapter", models.load_adapter),
+    Endpoint("POST", "/v1/unload_lora_adapter", models.unload_adapter),
+    Endpoint("POST", "/tokenize", models.tokenize),
+    Endpoint("POST", "/detokenize", models.detokenize),
     Endpoint("GET", "/", admin.greet, open=True, needs="nothing"),
     Endpoint("GET", "/health", admin.health, open=True, needs="nothing"),
     Endpoint("GET", "/metrics", admin.metrics, media_type="text/plain", needs="nothing"),
-    Endpoint("POST", f"{_OWN}/ask", knowledge.answer_question, AskRequest, streams=True),
-    Endpoint("POST", f"{_OWN}/search", knowledge.search_documents, SearchRequest),
-    Endpoint("POST", f"{_OWN}/documents", knowledge.add_documents, DocumentsRequest),
+    Endpoint("POST", f"{_OWN}/ask", knowledge.answer_question, streams=True),
+    Endpoint("POST", f"{_OWN}/search", knowledge.search_documents),
+    Endpoint("POST", f"{_OWN}/documents", knowledge.add_documents),
     Endpoint("GET", f"{_OWN}/documents", knowledge.list_documents),
     Endpoint("GET", f"{_OWN}/documents/{{name}}", knowledge.show_document),
     Endpoint("DELETE", f"{_OWN}/documents/{{name}}", knowledge.forget_document),
     Endpoint("GET", f"{_OWN}/library", knowledge.show_library),
-    Endpoint("POST", f"{_OWN}/library/check", knowledge.check_library, LibraryCheckRequest),
+    Endpoint("POST", f"{_OWN}/library/check", knowledge.check_library),
     Endpoint("GET", f"{_OWN}/server", admin.show_server, needs="nothing"),
     Endpoint("GET", f"{_OWN}/stats", admin.show_stats),
     Endpoint("GET", f"{_OWN}/entries", admin.list_entries),
     Endpoint("DELETE", f"{_OWN}/entries/{{name}}", admin.remove_entry),
     Endpoint("PUT", f"{_OWN}/entries/{{name}}/pin", admin.pin_entry),
     Endpoint("DELETE", f"{_OWN}/entries/{{name}}/pin", admin.pin_entry),
-    Endpoint("POST", f"{_OWN}/check", admin.check_cache, CheckRequest),
-    Endpoint("POST", f"{_OWN}/warm", admin.warm_prompt, PromptRequest),
-    Endpoint("POST", f"{_OWN}/explain", admin.explain_prompt, ExplainRequest),
+    Endpoint("POST", f"{_OWN}/check", admin.check_cache),
+    Endpoint("POST", f"{_OWN}/warm", admin.warm_prompt),
+    Endpoint("POST", f"{_OWN}/explain", admin.explain_prompt),
     Endpoint("GET", f"{_OWN}/explain/last", admin.explain_last),
     Endpoint(
         "GET", f"{_OWN}/live", views.watch_requests, streams=True, media_type="text/event-stream", needs="default"
@@ -166,7 +134,7 @@ ENDPOINTS = (
     Endpoint("GET", f"{_OWN}/map", views.show_map, needs="default"),
     Endpoint("GET", f"{_OWN}/usage", views.show_usage, needs="default"),
     Endpoint("GET", f"{_OWN}/apps", admin.list_apps),
-    Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app, AppRequest),
+    Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app),
 )
 
 _PREFIXES = (  # of the protocols that are not OpenAI's

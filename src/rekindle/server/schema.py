@@ -53,8 +53,9 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     def ignored(self) -> list[str]:
-        """The fields that were sent and are unknown here."""
-        return sorted(self.model_extra or {})
+        """The fields that were sent and are unknown here, also in objects inside of it."""
+        inner = [(name, value.ignored()) for name, value in self if isinstance(value, RequestBody)]
+        return sorted([*(self.model_extra or {}), *(f"{name}.{one}" for name, some in inner for one in some)])
 
 
 def _as_state(value: object) -> object:
@@ -114,20 +115,29 @@ class ResponseFormat(RequestBody):
     json_schema: JsonSchema | None = None
 
 
-class SamplingBody(CacheBody):
+Penalty = Annotated[Number, Field(gt=0, le=100)] | None
+
+
+class SamplingFields(RequestBody):
+    """How tokens are drawn, by the names that most protocols have for it."""
+
+    temperature: Number | None = Field(None, ge=0, le=100, description="0 is greedy.")
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: StrictInt | None = Field(None, ge=-1, lt=2**31, description="0 and -1 mean all.")
+    min_p: Number | None = Field(None, ge=0, le=1)
+    presence_penalty: Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
+
+
+class SamplingBody(SamplingFields, CacheBody):
     """Sampling parameters, and the format of the reply."""
 
     model: Text | None = Field(None, description="One of /v1/models; default: the base model.")
     temperature: Number | None = Field(None, ge=0, le=100, description="0 is greedy; default 1, as in OpenAI's API.")
-    top_p: Number | None = Field(None, gt=0, le=1)
-    top_k: StrictInt | None = Field(None, ge=-1, description="0 and -1 mean all.")
-    min_p: Number | None = Field(None, ge=0, le=1)
-    repetition_penalty: Number | None = Field(None, gt=0, le=100)
-    presence_penalty: Number | None = Field(None, ge=-2, le=2)
-    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
+    repetition_penalty: Penalty = None
     logit_bias: dict[Text, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Number of choices.")
     max_tokens: StrictInt | None = Field(None, ge=0, lt=2**31)
     min_tokens: StrictInt | None = Field(None, ge=0, lt=2**31, description="The reply has at least this many tokens.")
@@ -247,11 +257,6 @@ class OpenAiBody(SamplingBody):
 
     rekindle: CompletionOptions | None = None
 
-    def ignored(self) -> list[str]:
-        """The fields that were sent and are unknown here."""
-        own = [] if self.rekindle is None else [f"rekindle.{name}" for name in self.rekindle.ignored()]
-        return sorted([*super().ignored(), *own])
-
 
 class ChatRequest(OpenAiBody):
     """The body of /v1/chat/completions."""
@@ -267,11 +272,6 @@ class ChatRequest(OpenAiBody):
     reasoning_effort: Effort | None = Field(None, description=_EFFORT)
     chat_template_kwargs: TemplateVariables | None = None
     rekindle: ChatOptions | None = None
-
-    def ignored(self) -> list[str]:
-        """The same, with unknown variables of the template."""
-        unknown = [] if self.chat_template_kwargs is None else self.chat_template_kwargs.ignored()
-        return sorted([*super().ignored(), *(f"chat_template_kwargs.{name}" for name in unknown)])
 
     @property
     def think(self) -> Think | None:

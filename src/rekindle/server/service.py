@@ -77,7 +77,7 @@ class Service:
         self.settings, self.apps, self.metrics, self.scope = settings, shared.apps, shared.metrics, shared.scope
         self._timeout_seconds = parse_duration(settings.timeout)
         places = _places(session)
-        self.line = AdmissionQueue(places, settings.queue, session.shares)
+        self.admission = AdmissionQueue(places, settings.queue, session.shares)
         self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
         self.side_threads = ThreadPoolExecutor(2, thread_name_prefix="rekindle-side")  # for work without a model
         self.prefetching = ThreadPoolExecutor(1, thread_name_prefix="rekindle-prefetch")  # slow, too
@@ -187,7 +187,7 @@ class Service:
         prefetch = None
         try:
             prefetch = self._prefetch(job.request, turn)
-            async with self.line.place(turn):
+            async with self.admission.place(turn):
                 if prefetch is not None:
                     prefetch.end()
                 waited = time.perf_counter() - arrived
@@ -228,7 +228,7 @@ class Service:
 
     def _prefetch(self, request: Request, turn: Requester) -> _QueuedPrefetch | None:
         """Start bringing a queued request's prompt KV from an origin and from disk; None if it does not wait."""
-        if self.session.cache.store is None or self.line.is_free(turn):
+        if self.session.cache.store is None or self.admission.is_free(turn):
             return None
         return _QueuedPrefetch(self.session, request, self.prefetching)
 

@@ -7,7 +7,6 @@ was measured for the model (`session/calibrate/judge`). A model that cannot tell
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from rekindle.core.reply import Reply
@@ -35,6 +34,10 @@ class JudgeSkill:
     recall: float
     served: int
     pairs: int
+
+    def trusts(self, reply: Reply) -> bool:
+        """Whether a reply to a `judging_request` counts as a yes."""
+        return self.threshold is not None and yes_share(reply) >= self.threshold
 
 
 def judging_request(request: Request, asked: str, stored: str) -> Request:
@@ -88,21 +91,8 @@ def _name(engine: Engine) -> str:
     return engine.identity(engine.regime(1)).digest
 
 
-class AnswerJudge:
-    """Decides for one session."""
-
-    def __init__(self, skill: JudgeSkill | None, answer: Callable[[Request], Reply]) -> None:
-        """`answer` computes a request."""
-        self._skill = skill
-        self._answer = answer
-
-    def why_not(self) -> str | None:
-        """Why the model is not asked; None if it is."""
-        if self._skill is None:
-            return "whether this model can decide that was not measured (rekindle calibrate): equal wordings only"
-        return "this model cannot decide that: equal wordings only" if self._skill.threshold is None else None
-
-    def agrees(self, request: Request, asked: str, stored: str) -> bool:
-        """Whether the model takes two questions for the same."""
-        assert self._skill is not None and self._skill.threshold is not None
-        return yes_share(self._answer(judging_request(request, asked, stored))) >= self._skill.threshold
+def why_no_judge(skill: JudgeSkill | None) -> str | None:
+    """Why a model of this skill is not asked; None if it is."""
+    if skill is None:
+        return "whether this model can decide that was not measured (rekindle calibrate): equal wordings only"
+    return "this model cannot decide that: equal wordings only" if skill.threshold is None else None

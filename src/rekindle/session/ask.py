@@ -58,7 +58,7 @@ class Prepared:
         return any(quote.chunk is None for quote in self.request.quotes)
 
     @property
-    def given(self) -> Reply | None:
+    def stored_reply(self) -> Reply | None:
         """The stored answer, if it is given without the model: `usage` and `reuse` say that nothing was computed."""
         if self.consulted is None or self.consulted.direct is None:
             return None
@@ -123,20 +123,20 @@ def find_stored(
     if terms is None or not answers.heeds(request):
         return Prepared(question, request, retrieved, ())
     consulted = answers.consult(question, request, terms, retrieved, generation)
-    return given_by(Prepared(question, request, retrieved, ()), consulted)
+    return with_stored_reply(Prepared(question, request, retrieved, ()), consulted)
 
 
-def find_given(answers: Answers, question: str, request: Request) -> Prepared:
+def find_for_documents(answers: Answers, question: str, request: Request) -> Prepared:
     """The same for a chat whose documents came with it: they are a part of its terms, and nothing is retrieved."""
     request = replace(request, answers=answers.chat_way(request))
     prepared = Prepared(question, request, RetrievalResult((), "fused", 0.0, 0.0), ())
     terms = AskTerms.of(request, question, 0, "fused")
     if terms is None or not answers.heeds(request):
         return prepared
-    return given_by(prepared, answers.consult(question, request, terms, prepared.retrieved, 0))
+    return with_stored_reply(prepared, answers.consult(question, request, terms, prepared.retrieved, 0))
 
 
-def given_by(prepared: Prepared, consulted: Consulted | None) -> Prepared:
+def with_stored_reply(prepared: Prepared, consulted: Consulted | None) -> Prepared:
     """What the bank said of a question, with the sources of the answer that it gives, if it does."""
     near = None if consulted is None or consulted.direct is None else consulted.found.direct
     if consulted is None or near is None:
@@ -199,7 +199,7 @@ def _answering(
 ) -> Generator[TextPiece, None, Reply]:
     """Give the stored answer, or let the model write one; then keep it."""
     before = time.perf_counter() - started
-    reply = prepared.given
+    reply = prepared.stored_reply
     if reply is not None:
         yield TextPiece(reply.text)
     else:

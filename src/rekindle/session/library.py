@@ -43,6 +43,7 @@ from rekindle.store.purge import TokenRun
 log = logging.getLogger("rekindle.knowledge")
 
 ADVICE = "`rekindle knowledge check --acknowledge` ends this message."
+_PASSAGE = frozenset({"text", "source", "title", "document", "chunk"})
 _MAX_OPEN = 32  # libraries: anybody may name salts, and each one open takes files and memory
 
 FOREIGN = (
@@ -233,6 +234,19 @@ class Knowledge:
         found = self._opened(tenant, cache_salt)[1].retrieve(question, top_k, retrieval)
         return replace(found, losses=tuple(losses)) if losses else found
 
+    def quotes(
+        self, documents: Sequence[Any], *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> list[Any]:
+        """Documents for a request, of which some were passages of this library when another program got them.
+
+        Such a passage comes back as a mapping of its `text` and of what `search` said of it: `source`, `title`,
+        `document` (its name) and `chunk`. It is quoted as `Session.ask` does, so that `forget` finds its KV. One that
+        was forgotten meanwhile is quoted, but no KV of it is kept; one whose text was changed is a text like others.
+        """
+        numbers = [one["chunk"] for one in documents if _is_passage(one)]
+        known = self.library(tenant, cache_salt).chunks(numbers) if numbers else {}
+        return [_quote_again(one, known) if _is_passage(one) else one for one in documents]
+
     def forget(
         self,
         *names: str,
@@ -357,3 +371,15 @@ def quote_of(chunk: Chunk) -> Quote:
     """A passage as it stands in a prompt."""
     text = chunk.passage.shown
     return Quote(text, title_above(chunk.title, text), chunk.id)
+
+
+def _is_passage(document: object) -> bool:
+    return isinstance(document, Mapping) and document.keys() >= _PASSAGE and type(document["chunk"]) is int
+
+
+def _quote_again(given: Mapping[str, Any], known: Mapping[int, Chunk]) -> Quote | dict[str, str]:
+    found, text, title = known.get(given["chunk"]), given["text"], title_above(given["title"], given["text"])
+    if found is None:
+        return Quote(text, title, given["chunk"])
+    # Of a changed text the tokens must not stand for those of the passage.
+    return quote_of(found) if found.passage.shown == text else {"text": text, "title": title}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rekindle.core.chunk import MIN_CHUNK_TOKENS, PromptLayout
 from rekindle.core.kv import Span
@@ -50,7 +49,7 @@ class PromptTokens:
         return PromptLayout(self.head, tuple(long.values()), tuple(long)) if long else None
 
 
-def encode_prompt(engine: Engine, request: Request, written: OwnReplies | None = None) -> PromptTokens:
+def encode_prompt(engine: Engine, request: Request, written: WrittenReplies | None = None) -> PromptTokens:
     """The prompt's tokens, with room for at least one more. Raises `InvalidPrompt` or `ContextOverflow`.
 
     `written` has the replies whose generated tokens shall stand in for their text.
@@ -66,7 +65,7 @@ def encode_prompt(engine: Engine, request: Request, written: OwnReplies | None =
     return encoded
 
 
-def _encode(engine: Engine, request: Request, written: OwnReplies | None) -> PromptTokens:
+def _encode(engine: Engine, request: Request, written: WrittenReplies | None) -> PromptTokens:
     prompt = request.prompt
     if isinstance(prompt, str):
         return PromptTokens(tuple(engine.tokenizer.encode(prompt, token_limit=_room(engine, request))))
@@ -78,7 +77,9 @@ def _encode(engine: Engine, request: Request, written: OwnReplies | None) -> Pro
     return PromptTokens(_checked_ids(prompt, engine.tokenizer.vocabulary_size))
 
 
-def _encode_chat(engine: Engine, messages: list[Message], request: Request, written: OwnReplies | None) -> PromptTokens:
+def _encode_chat(
+    engine: Engine, messages: list[Message], request: Request, written: WrittenReplies | None
+) -> PromptTokens:
     room, dropped = _room(engine, request), 0
     while True:
         droppable = request.overflow == "drop-oldest" and _oldest_droppable(messages) is not None
@@ -93,10 +94,10 @@ def _encode_chat(engine: Engine, messages: list[Message], request: Request, writ
 
 
 def _encode_messages(
-    engine: Engine, messages: list[Message], request: Request, written: OwnReplies | None, room: int
+    engine: Engine, messages: list[Message], request: Request, written: WrittenReplies | None, room: int
 ) -> ReplayedChat:
     how: TemplateOptions = {"tools": request.tools, "think": request.think, "token_limit": room}
-    found = {} if written is None else written.standing_for(messages)
+    found = {} if written is None else written.standing_for(request, messages)
     if found:
         return engine.tokenizer.encode_replayed(messages, found, **how)
     return ReplayedChat(engine.tokenizer.encode_chat(messages, **how))
@@ -203,14 +204,14 @@ class EncodedPrompts:
         return None if found is None else found[1]
 
 
-class _ReplyKey(NamedTuple):
-    salt: str
-    adapter: str | None
-    chat: bytes  # digest of the chat up to and including the reply
+_ReplyKey = tuple[str, str | None, bytes]  # salt, adapter, digest of the chat up to and including the reply
 
 
 class WrittenReplies:
-    """The last replies of a session as they were generated, if it keeps them. Used from several threads."""
+    """The last replies of a session as they were generated, if it keeps them. Used from several threads.
+
+    A request is only given those to its own scope and adapter: others' must not change how a prompt is read.
+    """
 
     def __init__(self, settings: Settings, adapters: LoraManager, most: int = 256, max_tenants: int = 64) -> None:
         """Remembers a number of replies for each tenant, under all its salts, of the tenants answered last."""
@@ -219,66 +220,54 @@ class WrittenReplies:
         self._tenants: dict[str, dict[_ReplyKey, WrittenReply]] = {}
         self._lock = threading.Lock()
 
-    def of(self, request: Request) -> OwnReplies | None:
-        """The replies to the same scope and adapter: others' must not change how a prompt is read. None if off."""
-        if not self._settings.keep_reply_tokens:
-            return None
-        scope = scope_of(self._settings, request.tenant, request.cache_salt)
-        return OwnReplies(self, scope, self._adapters.digest(request.adapter))
-
-    def known(self, tenant: str) -> Mapping[_ReplyKey, WrittenReply]:
-        """The replies to a tenant."""
-        with self._lock:
-            return dict(self._tenants.get(tenant, {}))
-
-    def put(self, tenant: str, key: _ReplyKey, reply: WrittenReply) -> None:
-        """Remember a reply; the oldest go for it."""
-        with self._lock:
-            own = self._tenants.pop(tenant, {})
-            self._tenants[tenant] = own  # the last one stands last
-            own.pop(key, None)
-            own[key] = reply
-            while len(own) > self._most:
-                del own[next(iter(own))]
-            while len(self._tenants) > self._max_tenants:
-                del self._tenants[next(iter(self._tenants))]
-
-
-class OwnReplies:
-    """The replies to one scope with one adapter, as they were when it was made."""
-
-    def __init__(self, replies: WrittenReplies, scope: Scope, adapter: str | None) -> None:
-        self._replies, self._scope, self._adapter = replies, scope, adapter
-        self._known = replies.known(scope.tenant)
-
-    def standing_for(self, messages: Sequence[Message]) -> dict[int, WrittenReply]:
+    def standing_for(self, request: Request, messages: Sequence[Message]) -> dict[int, WrittenReply]:
         """The replies among the messages, by their index, whose chat up to there was answered with them.
 
         Its thoughts have to be the same: what a client leaves out stays left out. Spacing and key order of arguments
         do not matter.
         """
+        if not self._settings.keep_reply_tokens:
+            return {}
+        scope, adapter = self._whose(request)
+        with self._lock:
+            known = dict(self._tenants.get(scope.tenant, {}))
         found = {}
-        for at, digest in enumerate(_chat_digests(messages) if self._known else ()):
-            reply = self._known.get(self._key(digest)) if messages[at].role == "assistant" else None
+        for at, digest in enumerate(_chat_digests(messages) if known else ()):
+            reply = known.get((scope.salt, adapter, digest)) if messages[at].role == "assistant" else None
             thought = messages[at].extra.get("reasoning_content") or ""
             if reply is not None and str(thought).strip() == reply.thinking.strip():
                 found[at] = reply
         return found
 
     def note(self, engine: Engine, prompt: PromptTokens, request: Request, reply: Reply) -> None:
-        """Remember the reply to a chat, if the model ended it, or if its tokens decode to exactly its text."""
+        """Remember the reply to a chat, if the model ended it, or if its tokens decode to exactly its text.
+
+        The oldest replies go for it.
+        """
         messages = [m for m in request.prompt if isinstance(m, Message)]
         ended = bool(reply.tokens) and reply.tokens[-1] in engine.tokenizer.stop_ids
         tokens = reply.tokens[:-1] if ended else reply.tokens
-        if not messages or not tokens or not (ended or engine.tokenizer.decode(tokens) == reply.text):
+        if not self._settings.keep_reply_tokens or not messages or not tokens:
+            return
+        if not (ended or engine.tokenizer.decode(tokens) == reply.text):
             return
         calls = [call.as_openai() for call in reply.tool_calls]
         *_, digest = _chat_digests([*messages, Message("assistant", reply.text, {"tool_calls": calls})])
         written = WrittenReply(tokens, reply.thinking, prompt.tokens[-_HEADER_TOKENS:])
-        self._replies.put(self._scope.tenant, self._key(digest), written)
+        scope, adapter = self._whose(request)
+        with self._lock:
+            own = self._tenants.pop(scope.tenant, {})
+            self._tenants[scope.tenant] = own  # the last one stands last
+            own.pop((scope.salt, adapter, digest), None)
+            own[scope.salt, adapter, digest] = written
+            while len(own) > self._most:
+                del own[next(iter(own))]
+            while len(self._tenants) > self._max_tenants:
+                del self._tenants[next(iter(self._tenants))]
 
-    def _key(self, digest: bytes) -> _ReplyKey:
-        return _ReplyKey(self._scope.salt, self._adapter, digest)
+    def _whose(self, request: Request) -> tuple[Scope, str | None]:
+        scope = scope_of(self._settings, request.tenant, request.cache_salt)
+        return scope, self._adapters.digest(request.adapter)
 
 
 def _chat_digests(messages: Sequence[Message]) -> Iterator[bytes]:

@@ -50,17 +50,17 @@ from rekindle.errors import Closed, InvalidSetting
 from rekindle.knowledge.ingest import IngestResult
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.models.download import Progress
-from rekindle.session.answer_judge import AnswerJudge, recall_skill
+from rekindle.session.answer_judge import judging_request, recall_skill, why_no_judge
 from rekindle.session.answers import Answers
 from rekindle.session.ask import (
     AnswerStream,
     AskOptions,
     Evidence,
     Prepared,
-    find_given,
+    find_for_documents,
     find_stored,
-    given_by,
     sources_of,
+    with_stored_reply,
 )
 from rekindle.session.draft import drafts_for
 from rekindle.session.generate import Generation, decode
@@ -265,7 +265,7 @@ class Session:
     def stream(self, prompt: PromptLike, **options: Unpack[Options]) -> ReplyStream:
         """The same, piece by piece: text and token ids are continued, messages are answered."""
         started, request = time.perf_counter(), Request.of(prompt, **options)
-        prepared = self.prepare_given(request)
+        prepared = self.prepare_with_documents(request)
         return self.answer(request) if prepared is None else self._stream_prepared(prepared, started)
 
     def _stream_prepared(self, prepared: Prepared, started: float) -> AnswerStream:
@@ -318,7 +318,7 @@ class Session:
         """The same for a chat that was built before. Earlier answers take part if the question is its last message."""
         prepared = find_stored(self.knowledge, self.answers, question, request, top_k, retrieval)
         prepared = self._judged(prepared)
-        if prepared.given is not None:  # a model that rests goes on resting
+        if prepared.stored_reply is not None:  # a model that rests goes on resting
             return prepared
         request = self.answers.drafting(prepared.request, prepared.consulted)
         with self._alive.use():
@@ -327,13 +327,13 @@ class Session:
         sources = sources_of(prepared.retrieved, prompt)
         return replace(prepared, request=request, sources=sources, prompt_tokens=len(prompt.tokens))
 
-    def prepare_given(self, request: Request) -> Prepared | None:
+    def prepare_with_documents(self, request: Request) -> Prepared | None:
         """The same for a chat with documents of its own; None if earlier answers may have no part in it."""
         last = request.prompt[-1] if request.quotes else None
         if not isinstance(last, Message) or self.answers.chat_way(request) == "off":
             return None
-        prepared = self._judged(find_given(self.answers, last.content, request))
-        if prepared.given is not None:
+        prepared = self._judged(find_for_documents(self.answers, last.content, request))
+        if prepared.stored_reply is not None:
             return prepared
         return replace(prepared, request=self.answers.drafting(prepared.request, prepared.consulted))
 
@@ -344,13 +344,14 @@ class Session:
         if consulted is None or doubted is None:
             return prepared
         with self._alive.use():
-            judge = AnswerJudge(recall_skill(self.engine), lambda request: self.answer(request).reply)
-        if (why_not := judge.why_not()) is not None:
+            skill = recall_skill(self.engine)
+        if (why_not := why_no_judge(skill)) is not None:
             found = replace(consulted.found, refused=f"{consulted.found.refused}; {why_not}")
             return replace(prepared, consulted=replace(consulted, found=found))
-        if not judge.agrees(prepared.request, prepared.question, doubted.entry.question):
+        asking_it = judging_request(prepared.request, prepared.question, doubted.entry.question)
+        if skill is None or not skill.trusts(self.answer(asking_it).reply):
             return prepared
-        return given_by(prepared, self.answers.give(consulted, doubted, prepared.request))
+        return with_stored_reply(prepared, self.answers.give(consulted, doubted, prepared.request))
 
     def ingest(self, paths: str | Path | Sequence[str | Path] = (), **choices: Any) -> IngestResult:
         """Put files, folders, patterns or given documents into the library. See `Knowledge.ingest`."""
@@ -418,7 +419,7 @@ class Session:
         disk to memory, until it is there or `cancelled`. `close` what is returned once the request has begun."""
         with self._alive.use():
             settled = replace(request, adapter=self.adapters.resolve(request.adapter))
-            prompt = encode_prompt(self.engine, settled, self._written.of(settled))
+            prompt = encode_prompt(self.engine, settled, self._written)
             self._keep_encoded(request, prompt)
             evidence = self._evidence(settled, prompt)
             stops = cancelled or (lambda: False)
@@ -456,8 +457,7 @@ class Session:
     ) -> Generator[TextPiece, None, Reply]:
         started = time.perf_counter()
         engine, cache = self.engine, self.cache
-        written = self._written.of(request)
-        prompt = encoded or encode_prompt(engine, request, written)
+        prompt = encoded or encode_prompt(engine, request, self._written)
         constraint = self._constraint(request, cancelled, opened)
         generation = Generation(engine, request, prompt, constraint, started=started)
         may_draft = engine.capabilities.spans and not self.settings.deterministic
@@ -483,8 +483,7 @@ class Session:
                 yield from decode(engine, generation, prefill.context, cancelled, ends)
         assert reuse is not None
         reply = parse_reply(generation.reply(reuse), request, engine.tokenizer)
-        if written is not None:
-            written.note(engine, prompt, request, reply)
+        self._written.note(engine, prompt, request, reply)
         return reply
 
     def _evidence(self, request: Request, prompt: PromptTokens) -> Evidence | None:
@@ -516,7 +515,7 @@ class Session:
     def explain_request(self, request: Request) -> Explanation:
         """The same for a request that was built before."""
         with self._alive.use():
-            prompt = encode_prompt(self.engine, request, self._written.of(request))
+            prompt = encode_prompt(self.engine, request, self._written)
             with self.cache.peek(request, prompt.tokens, prompt.prompt_layout) as prefill:
                 return prefill.explain(self._prompt(request, prefill.lookup))
 

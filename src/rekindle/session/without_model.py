@@ -122,7 +122,7 @@ def in_other_words(asked: ModelFreeAsk) -> Answer | None:
         with closing(answers):
             terms = asked.terms
             prepared = find_stored(knowledge, answers, asked.question, asked.request, terms.top_k, terms.retrieval)
-            reply = prepared.given
+            reply = prepared.stored_reply
             if reply is None or prepared.consulted is None:
                 return None
             seconds = time.perf_counter() - asked.started

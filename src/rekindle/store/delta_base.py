@@ -16,13 +16,23 @@ from dataclasses import dataclass, replace
 
 from rekindle.codec.coder import Coder
 from rekindle.codec.extent import ExtentPlan
-from rekindle.core.keys import NodeKey, chain
+from rekindle.core.keys import BLOCK_TOKENS, NodeKey, chain, layout_text
 from rekindle.core.kv import KvLayout, LayerKv
-from rekindle.store.catalog import catalog, delta_rows
+from rekindle.store.catalog import catalog
 from rekindle.store.catalog.catalog import Extent, Fresh
 from rekindle.store.catalog.database import Database
-from rekindle.store.catalog.delta_rows import BaseBlocks
 from rekindle.store.extents import BaseFile, CodedExtent, ExtentFiles, OpenBase, OpenExtent
+from rekindle.store.prefix_index import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class BaseBlocks:
+    """The base of a part of a delta: its blocks from number `at` on are those of the extent `base` from `place` on."""
+
+    base: int
+    at: int
+    place: int
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ def find_base(
     KV of the base model before an adapter's; among adapters the oldest, unless another covers more.
     """
     best: DeltaBase | None = None
-    for number, digest in delta_rows.sibling_kv_spaces(connection, kv_space, codec, layout, keys[0]):
+    for number, digest in _sibling_kv_spaces(connection, kv_space, codec, layout, keys[0]):
         found = DeltaBase(digest, _cover(connection, number, keys, fresh, without))
         if found.blocks > (best.blocks if best else 0):
             best = found
@@ -77,7 +87,7 @@ def base_of_copy(
         return None
     keys = chain(plan.parent, tokens)
     if without is None:
-        return DeltaBase(plan.coding.base_kv_space, delta_rows.bases_of(connection, row.id)).until(len(keys))
+        return DeltaBase(plan.coding.base_kv_space, bases_of(connection, row.id)).until(len(keys))
     (codec,) = connection.execute("SELECT codec FROM kv_spaces WHERE id=?", (row.kv_space,)).fetchone()
     found = find_base(connection, plan.kv_space, codec, plan.layout, keys, fresh, without)
     return found if found is not None and found.blocks == len(keys) else None
@@ -112,6 +122,23 @@ def encode(
             extents.release(part.extent)
 
 
+def _sibling_kv_spaces(
+    connection: sqlite3.Connection, kv_space: str, codec: str, layout: KvLayout, key: NodeKey
+) -> list[tuple[int, str]]:
+    """KV spaces, by number and digest, that differ only in the adapter and contain the node `key`.
+
+    The base model's first, then in the order in which they kept it.
+    """
+    rows = connection.execute(
+        "SELECT s.id, s.digest FROM blocks b JOIN kv_spaces s ON s.id=b.kv_space WHERE b.key=:key AND s.digest<>:own "
+        "AND s.codec=:codec AND s.layout=:layout "
+        "AND substr(s.digest, instr(s.digest, ':'))=substr(:own, instr(:own, ':')) "
+        "ORDER BY s.adapter IS NOT NULL, b.extent",
+        {"key": key, "own": kv_space, "codec": codec, "layout": layout_text(layout)},
+    )
+    return rows.fetchall()
+
+
 def _cover(
     connection: sqlite3.Connection, kv_space: int, keys: Sequence[NodeKey], fresh: Fresh, without: Container[int]
 ) -> tuple[BaseBlocks, ...]:
@@ -119,11 +146,20 @@ def _cover(
     parts: list[BaseBlocks] = []
     at = 0
     while at < len(keys):
-        found = delta_rows.whole_run(connection, kv_space, keys[at:], fresh)
-        if found is None or found.base in without:
+        row = connection.execute(
+            "SELECT b.extent, b.place FROM blocks b JOIN extents e ON e.id=b.extent WHERE b.key=? AND b.kv_space=? "
+            "AND e.state='live' AND (e.kept BETWEEN ? AND ? OR e.pinned) "
+            "AND NOT EXISTS (SELECT 1 FROM delta_bases a WHERE a.extent=e.id)",
+            (keys[at], kv_space, fresh.oldest, fresh.newest),
+        ).fetchone()
+        if row is None or row[0] in without:
             break
-        parts.append(BaseBlocks(found.base, at, found.place, found.blocks))
-        at += found.blocks
+        following = connection.execute(
+            "SELECT key FROM blocks WHERE extent=? AND place>=? ORDER BY place LIMIT ?", (*row, len(keys) - at)
+        ).fetchall()
+        same = [key == wanted for (key,), wanted in zip(following, keys[at:], strict=False)]
+        parts.append(BaseBlocks(row[0], at, row[1], same.index(False) if False in same else len(same)))
+        at += parts[-1].blocks
     return tuple(parts)
 
 
@@ -135,7 +171,7 @@ def open_extent(
         return extents.open(row, kv_space_digest, fresh=fresh)
     for last in (False, True):
         with database.reading() as connection:
-            stands_on = base_files(connection, delta_rows.bases_of(connection, row.id))
+            stands_on = base_files(connection, bases_of(connection, row.id))
         try:
             return extents.open(row, kv_space_digest, stands_on, fresh=fresh)
         except FileNotFoundError:  # its base may have been rewritten meanwhile
@@ -154,3 +190,70 @@ def base_files(connection: sqlite3.Connection, parts: Sequence[BaseBlocks]) -> l
         (digest,) = connection.execute("SELECT digest FROM kv_spaces WHERE id=?", (row.kv_space,)).fetchone()
         files.append(BaseFile(row, digest, part.at, part.place, part.blocks))
     return files
+
+
+def bases_of(connection: sqlite3.Connection, id: int) -> tuple[BaseBlocks, ...]:
+    """The base of a delta, in order; empty for other extents."""
+    rows = connection.execute("SELECT base, at, place, blocks FROM delta_bases WHERE extent=? ORDER BY at", (id,))
+    return tuple(BaseBlocks(*row) for row in rows.fetchall())
+
+
+def add_base(connection: sqlite3.Connection, id: int, parts: Sequence[BaseBlocks]) -> bool:
+    """Record the base of a delta; False if the base was removed."""
+    for part in parts:
+        row = catalog.extent(connection, part.base)
+        if row is None or row.state != "live" or row.live < part.place + part.blocks:
+            return False
+        connection.execute(
+            "INSERT INTO delta_bases (extent, base, at, place, blocks) VALUES (?,?,?,?,?)",
+            (id, part.base, part.at, part.place, part.blocks),
+        )
+    return True
+
+
+def deltas_of(connection: sqlite3.Connection, ids: Iterable[int]) -> list[Extent]:
+    """The deltas from any of these extents, most recently used first."""
+    rows: dict[int, Extent] = {}
+    for id in ids:  # one by one: the number of variables of a statement is limited
+        found = catalog.extents(connection, "id IN (SELECT extent FROM delta_bases WHERE base=?)", (id,))
+        rows.update((row.id, row) for row in found)
+    return sorted(rows.values(), key=lambda row: (-row.used, row.id))
+
+
+def with_descendants(connection: sqlite3.Connection, ids: Iterable[int]) -> set[int]:
+    """Extents and all their descendants."""
+    found = set(ids)
+    todo = list(found)
+    while todo:
+        below = connection.execute(
+            "SELECT DISTINCT c.extent FROM blocks b JOIN blocks c ON c.parent=b.key AND c.kv_space=b.kv_space "
+            "WHERE b.extent=? AND c.extent<>b.extent",
+            (todo.pop(),),
+        ).fetchall()
+        new = {id for (id,) in below} - found
+        found |= new
+        todo += new
+    return found
+
+
+def reaching(connection: sqlite3.Connection, base: int, place: int) -> dict[int, int]:
+    """The deltas based on an extent's blocks from `place` on, each with its first block that depends on them."""
+    rows = connection.execute(
+        "SELECT extent, min(at+max(0, :place-place)) FROM delta_bases WHERE base=:base AND place+blocks>:place "
+        "GROUP BY extent",
+        {"base": base, "place": place},
+    )
+    return dict(rows.fetchall())
+
+
+def coded_pieces(connection: sqlite3.Connection, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The pieces with their coding. Losslessly coded KV is decoded as a whole."""
+    marks = ",".join("?" * len(pieces))
+    select = f"SELECT id, coding, blocks FROM extents WHERE coding<>'raw' AND id IN ({marks})"
+    coded = {id: rest for id, *rest in connection.execute(select, [piece.extent for piece in pieces])}
+    reported = []
+    for piece in pieces:
+        coding, blocks = coded.get(piece.extent, ("raw", 0))
+        overread = max(0, blocks * BLOCK_TOKENS - len(piece.span)) if coding == "exact" else 0
+        reported.append(replace(piece, coding=coding, overread=overread) if coding != "raw" else piece)
+    return tuple(reported)

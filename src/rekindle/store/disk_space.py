@@ -21,9 +21,17 @@ from functools import partial
 
 from rekindle.codec.extent import ExtentPlan
 from rekindle.errors import CacheUnusable
-from rekindle.store.catalog import catalog, delta_rows
+from rekindle.store.catalog import catalog
 from rekindle.store.catalog.database import Database
-from rekindle.store.delta_base import DeltaBase, base_of_copy, encode, open_extent
+from rekindle.store.delta_base import (
+    DeltaBase,
+    add_base,
+    base_of_copy,
+    deltas_of,
+    encode,
+    open_extent,
+    with_descendants,
+)
 from rekindle.store.evict import Eviction, blocks_a_transaction, is_believed
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles, OpenExtent, WrittenExtent
 from rekindle.store.files import NO_LOCKS, Files, Handle
@@ -210,7 +218,7 @@ class DiskSpace(Limits):
         self.add_written(connection, size_bytes)
 
     def _add_base(self, connection: sqlite3.Connection, room: Reservation, base: DeltaBase | None) -> None:
-        if base is not None and not delta_rows.add(connection, room.extent, base.parts):
+        if base is not None and not add_base(connection, room.extent, base.parts):
             raise Refused("its delta base was evicted meanwhile")
 
     def _check_reserved(self, connection: sqlite3.Connection, room: Reservation) -> None:
@@ -347,8 +355,8 @@ class DiskSpace(Limits):
         without space for that go with their base.
         """
         with self._database.scanning() as connection:
-            ids = delta_rows.with_descendants(connection, [row.id for row in going])  # all of these go
-            rows = delta_rows.deltas_of(connection, ids)
+            ids = with_descendants(connection, [row.id for row in going])  # all of these go
+            rows = deltas_of(connection, ids)
             digests = dict(connection.execute("SELECT id, digest FROM kv_spaces").fetchall())
         for row in rows:
             stays = row.id not in ids and row.id not in also
@@ -450,7 +458,7 @@ class DiskSpace(Limits):
         with self._database.scanning() as connection:
             tokens = catalog.tokens_of(connection, row.id)
             base = base_of_copy(connection, row, plan, tokens, self.fresh(), without)
-            stood_on = delta_rows.deltas_of(connection, [row.id])
+            stood_on = deltas_of(connection, [row.id])
         if not tokens:
             return False
         if tokens != plan.tokens[: len(tokens)]:
@@ -472,7 +480,7 @@ class DiskSpace(Limits):
                 self._check_reserved(connection, room)
                 if now is None or (now.name, now.state, now.live) != (row.name, "live", copy.blocks):
                     raise Refused("it changed meanwhile")
-                if coded is not None and delta_rows.deltas_of(connection, [row.id]):
+                if coded is not None and deltas_of(connection, [row.id]):
                     raise Refused("another entry depends on it now")
                 size = (copy.file_bytes, written.digest, now.depth, copy.blocks, copy.token_count)
                 catalog.make_live(connection, room.extent, *size)

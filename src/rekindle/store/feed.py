@@ -7,8 +7,10 @@ file or for some layers, made a load from dropped pages slower by a fifth to a t
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,7 +58,7 @@ class KvSource:
 
 
 class StoredFeed:
-    """A feed (see `engine/base`) over pieces of extents. `lost` is called for a piece that could not be read."""
+    """A feed (see `engine/base`) over pieces of extents, with a deadline. It raises `KvLost`, whatever goes wrong."""
 
     def __init__(
         self,
@@ -64,7 +66,10 @@ class StoredFeed:
         sources: tuple[KvSource, ...],
         extents: ExtentFiles,
         lost: Callable[[Piece, Exception], None],
+        timeout_seconds: float,
     ) -> None:
+        """`lost` is called for a piece that could not be read. The clock starts with the first fill: waiting for the
+        engine does not count."""
         self.span = Span(sources[0].piece.span.start, sources[-1].piece.span.stop)
         self.layers = range(len(layout.layers))
         self._sources = self._open = sources
@@ -74,9 +79,23 @@ class StoredFeed:
         self._left = len(self.layers)  # that are not filled yet
         self._filling = 0  # threads that fill a layer now
         self._closed = False
+        self.timeout_seconds = timeout_seconds
+        self._deadline = math.inf
+        self._since = 0.0  # when the first of the threads that fill now began
+        self.busy_seconds = 0.0  # while at least one thread was filling
+
+    @property
+    def late(self) -> bool:
+        """Whether its deadline passed before it had loaded everything."""
+        return self._left > 0 and time.monotonic() > self._deadline
+
+    @property
+    def filling(self) -> bool:
+        """Whether a thread fills a layer now."""
+        return self._filling > 0
 
     def fill(self, layer: int, out: LayerKv) -> None:
-        """Write the KV of `span` in `layer` into `out`. Raises `KvLost` if it cannot be read or was changed."""
+        """Write the KV of `span` in `layer` into `out`."""
         with self._filling_layer():
             self._fill(layer, out)
 
@@ -86,7 +105,7 @@ class StoredFeed:
         return any(isinstance(s.origin, OpenExtent) and s.header.plan.coded_as == "quantized" for s in self._sources)
 
     def fill_coded(self, layer: int, take: Callable[[CodedPiece], None]) -> None:
-        """Give `take` the pieces of a layer. Raises `KvLost` if they cannot be read or were changed."""
+        """Give `take` the pieces of a layer."""
         with self._filling_layer():
             for source in self._sources:
                 at = source.piece.span.start - self.span.start
@@ -106,16 +125,24 @@ class StoredFeed:
 
     @contextmanager
     def _filling_layer(self) -> Iterator[None]:
-        """Keep the files open; after the last layer close them."""
+        """Keep the files open, and after the last layer close them; take the time."""
         with self._lock:
             if self._closed:
                 raise KvLost("The feed was closed; its KV is computed instead.")
+            self._deadline = min(self._deadline, time.monotonic() + self.timeout_seconds)
+            self._since = self._since if self._filling else time.perf_counter()
             self._filling += 1
         try:
             yield
+        except KvLost:
+            raise
+        except Exception as error:  # any failure: it is computed
+            raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
         finally:
             with self._lock:
                 self._filling -= 1
+                if not self._filling:
+                    self.busy_seconds += time.perf_counter() - self._since
                 self._left -= 1
                 self._closed |= self._left == 0
                 files = self._take_unused()
@@ -241,9 +268,10 @@ class KvSources:
             self.lost(kv_space, piece, error)
             raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
 
-    def feed(self, kv_space: KvSpace, opened: Sequence[KvSource]) -> StoredFeed:
+    def feed(self, kv_space: KvSpace, opened: Sequence[KvSource], timeout_seconds: float) -> StoredFeed:
         """A feed over sources that tile a span, in order."""
-        return StoredFeed(kv_space.layout, tuple(opened), self._disk.extents, partial(self.lost, kv_space))
+        lost = partial(self.lost, kv_space)
+        return StoredFeed(kv_space.layout, tuple(opened), self._disk.extents, lost, timeout_seconds)
 
     def lost(self, kv_space: KvSpace, piece: Piece, error: Exception) -> None:
         """Never find an extent again that could not be read. The catalog is updated later, off the request's path."""

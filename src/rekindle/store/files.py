@@ -12,6 +12,7 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, 
 _REGULAR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _HAS_DIR_FD = os.unlink in os.supports_dir_fd and os.stat in os.supports_dir_fd
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems that cannot lock files
+_PAUSE_SECONDS = 0.02  # between two tries to lock
 # On macOS, fsync alone stops at the drive's cache.
 _FULL_SYNC: int | None = None if sys.platform == "win32" else getattr(fcntl, "F_FULLFSYNC", None)
 
@@ -220,6 +222,15 @@ class Files:
     def free_bytes(self, folder: Path) -> int:
         """Free bytes on the medium of a folder."""
         return shutil.disk_usage(folder).free
+
+    def lock(self, path: Path, wait_seconds: float) -> Handle:
+        """`try_lock` until it succeeds. Raises `TimeoutError` if another process holds it for longer than that."""
+        deadline = time.monotonic() + wait_seconds
+        while (handle := self.try_lock(path)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another process has kept {path} locked for too long. Try again")
+            time.sleep(_PAUSE_SECONDS)
+        return handle
 
     def try_lock(self, path: Path) -> Handle | None:
         """Lock a regular file, created if missing, until the handle is closed or the process ends; None if it is

@@ -25,7 +25,6 @@ import logging
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +53,7 @@ _EMPTYING_TEXT = b"\n".join([*_TEXT.split(b"\n")[:2], _BEING_EMPTIED, b""])
 _MARKER_BYTES = 4096
 _HEX = "[0-9a-f]{16}"
 _LOCK = "0" * 16  # in the folder of writers: held while the cache is emptied
-_WAIT_SECONDS, _PAUSE_SECONDS = 60.0, 0.02  # for another process that empties it
+_WAIT_SECONDS = 60.0  # for another process that empties it
 _DRAFT = re.compile(rf"{re.escape(MARKER)}\.{_HEX}")
 # Files that may be removed, by the folder they are in: "" is the cache folder itself.
 _REMOVABLE: Mapping[str, re.Pattern[str]] = {
@@ -207,11 +206,8 @@ class CacheFolder:
     def _emptying(self) -> Iterator[bool]:
         """Hold the lock for emptying the folder; False if another process has done it."""
         self._files.make_folder(self.path / WRITERS)
-        path, deadline = self.path / WRITERS / _LOCK, time.monotonic() + _WAIT_SECONDS
-        while (lock := self._files.try_lock(path)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("another process has kept it locked for too long")
-            time.sleep(_PAUSE_SECONDS)
+        path = self.path / WRITERS / _LOCK
+        lock = self._files.lock(path, _WAIT_SECONDS)
         try:
             yield self._format() != FORMAT
         finally:

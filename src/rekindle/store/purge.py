@@ -22,12 +22,14 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, parse_layout
 from rekindle.errors import CacheUnusable
-from rekindle.store.catalog import app_rows, catalog, delta_rows, variant_rows
+from rekindle.store.catalog import app_rows, catalog, variant_rows
+from rekindle.store.delta_base import reaching
 from rekindle.store.disk import DiskStore
 from rekindle.store.evict import blocks_a_transaction
 from rekindle.store.extents import Damaged
@@ -45,32 +47,35 @@ def clear(disk: DiskStore) -> int:
     What other processes keep meanwhile stays, unless it continues something removed. Raises `CacheUnusable` if it
     cannot be finished; what was done stays done, and running it again does the rest.
     """
+    with removing(disk):
+        started, going = disk.clock(), disk.entries()
+        with disk.database.reading() as connection:
+            (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM extents").fetchone()
+        disk.room.cut_all(going)
+        writing = being_written(disk)  # computed before, or a copy of what was removed: later ones are not
+        await_writers(lambda: writing & being_written(disk))
+        late = [row for row in disk.entries() if row.id in writing or row.kept <= started]
+        disk.room.cut_all(late)
+        variant_rows.sweep(disk.database)
+        with disk.database.writing() as connection:
+            for table in _TABLES:
+                connection.execute(f"DELETE FROM {table}")
+            connection.execute("UPDATE totals SET cleared=?", (disk.clock(),))
+            catalog.pin(connection, (), pinned=True)
+        going_ids = {row.id for row in late} | writing
+        remove_traces(disk, lambda row: row.id <= last or row.id in going_ids)
+        return len(going) + len(late)
+
+
+@contextmanager
+def removing(disk: DiskStore) -> Iterator[None]:
+    """Raises `CacheUnusable` for a folder that can only be read, and in place of what the system or SQLite raise."""
     if disk.database.read_only:
         raise CacheUnusable(f"{disk.folder} is read-only: nothing can be removed from it.")
     try:
-        return _clear(disk)
+        yield
     except (OSError, sqlite3.Error) as error:
         raise CacheUnusable(f"Not everything could be removed from {disk.folder}: {error}. Run it again.") from error
-
-
-def _clear(disk: DiskStore) -> int:
-    started, going = disk.clock(), disk.entries()
-    with disk.database.reading() as connection:
-        (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM extents").fetchone()
-    disk.room.cut_all(going)
-    writing = being_written(disk)  # computed before, or a copy of what was removed: later ones are not
-    await_writers(lambda: writing & being_written(disk))
-    late = [row for row in disk.entries() if row.id in writing or row.kept <= started]
-    disk.room.cut_all(late)
-    variant_rows.sweep(disk.database)
-    with disk.database.writing() as connection:
-        for table in _TABLES:
-            connection.execute(f"DELETE FROM {table}")
-        connection.execute("UPDATE totals SET cleared=?", (disk.clock(),))
-        catalog.pin(connection, (), pinned=True)
-    going_ids = {row.id for row in late} | writing
-    remove_traces(disk, lambda row: row.id <= last or row.id in going_ids)
-    return len(going) + len(late)
 
 
 def being_written(disk: DiskStore, kv_spaces: Container[int] | None = None) -> set[int]:
@@ -158,12 +163,8 @@ def purge(
     """
     if not runs and not texts:
         return Purged(0, 0, 0, 0)
-    if disk.database.read_only:
-        raise CacheUnusable(f"{disk.folder} is read-only: nothing can be removed from it.")
-    try:
+    with removing(disk):
         return _Purge(disk, tenant, salt, runs, progress).run(texts)
-    except (OSError, sqlite3.Error) as error:
-        raise CacheUnusable(f"Not everything could be removed from {disk.folder}: {error}. Run it again.") from error
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ class _Purge:
             spots = [spot for place in found if (spot := place.spot(connection, chains)) is not None]
             first: dict[int, int] = {}  # of each delta, the first block that goes
             for spot in spots:
-                for id, place in delta_rows.reaching(connection, spot.extent, spot.place).items():
+                for id, place in reaching(connection, spot.extent, spot.place).items():
                     first[id] = min(place, first.get(id, place))
         for id, place in first.items():
             if place == 0:

@@ -7,8 +7,8 @@
 Objects are never changed, and a record is written after what it names: a server that dies while it writes leaves
 nothing that is found. System errors (`OSError`) pass through; after one the tier is left alone for a while.
 
-Extents are read as files: `ExtentFiles` reads and checks them as those of a folder. A layer is fetched with one
-request, and the next ones while the engine computes: each read then finds its bytes here.
+Extents are read as files: `ExtentFiles` reads and checks them as those of a folder. A layer, or several small ones, is
+fetched with one request, and the next ones while the engine computes: each read then finds its bytes here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from rekindle.store.objects import ByteRange, ObjectStore, TierFailed
 from rekindle.store.prefix_index import Match, Piece
 from rekindle.store.shared_record import ChainRecord, ChunkRecord, SharedExtent, parse_chain, parse_chunks, write_chunks
 
-RECORD_BLOCKS = 8  # between two records
+_RECORD_BLOCKS = 8  # between two records
+_EARLY_RECORDS = (1, 2, 4)  # and after these numbers of blocks: short beginnings are shared most
 _PROBES = 32  # records asked for at once
 _CLAIM_SECONDS = 60.0
 _QUIET_SECONDS = 10.0  # without questions, after a failure
@@ -349,8 +350,8 @@ def folder_of(scope: Scope | None) -> str:
 
 def _points(whole: int) -> list[int]:
     """Where a chain of `whole` whole blocks has records, in numbers of blocks."""
-    points = list(range(RECORD_BLOCKS, whole + 1, RECORD_BLOCKS))
-    return points if not whole or points[-1:] == [whole] else [*points, whole]
+    points = [point for point in (*_EARLY_RECORDS, *range(_RECORD_BLOCKS, whole, _RECORD_BLOCKS)) if point < whole]
+    return [*points, whole] if whole else []
 
 
 def _with_bases(extents: Sequence[SharedExtent]) -> Iterator[SharedExtent]:
@@ -360,7 +361,8 @@ def _with_bases(extents: Sequence[SharedExtent]) -> Iterator[SharedExtent]:
         yield extent
 
 
-_LAYERS_AHEAD = 3
+_FETCHED_BYTES = 1 << 20  # at once: smaller layers are fetched together, for each request is a round trip
+_LAYERS_AHEAD = 3  # or groups of layers
 _WORKERS = 4
 
 
@@ -427,7 +429,11 @@ class _Reading:
         self._fetched: dict[int, Future[list[bytes]]] = {}
 
     def begin(self, layers: Sequence[Sequence[Span]]) -> None:
-        self._layers, self._starts = layers, [spans[0].start for spans in layers]
+        size_bytes = sum(len(span) for spans in layers for span in spans)
+        together = max(1, _FETCHED_BYTES * len(layers) // max(1, size_bytes))
+        firsts = range(0, len(layers), together)
+        self._layers = [[span for spans in layers[first : first + together] for span in spans] for first in firsts]
+        self._starts = [spans[0].start for spans in self._layers]
         self._layer(0)
 
     def read(self, offset: int, out: memoryview) -> None:

@@ -15,9 +15,9 @@ from rekindle.core.keys import BLOCK_TOKENS, KvSpace, token_ids
 from rekindle.core.kv import Span
 from rekindle.core.scope import Scope
 from rekindle.errors import CacheUnusable
-from rekindle.store.catalog import catalog, delta_rows
+from rekindle.store.catalog import catalog
 from rekindle.store.catalog.variant_rows import ChunkLocation, SpaceRow, chunk_location, listing, parse_row
-from rekindle.store.delta_base import base_files
+from rekindle.store.delta_base import base_files, bases_of
 from rekindle.store.disk import DiskStore
 from rekindle.store.extents import BaseFile, Damaged
 from rekindle.store.failures import FAILURES, Failures
@@ -168,7 +168,7 @@ class Sharing:
             rows = [catalog.extent(connection, piece.extent) for piece in match.pieces]
             digest = self._disk.kv_space_digest(kv_space)
             files = [BaseFile(row, digest, 0, 0, 0) for row in rows if row is not None]
-            bases = [base_files(connection, delta_rows.bases_of(connection, file.row.id)) for file in files]
+            bases = [base_files(connection, bases_of(connection, file.row.id)) for file in files]
         own = []
         by_name: dict[str, catalog.Extent] = {}
         for file, parts in zip(files, bases, strict=True):

@@ -5,30 +5,46 @@
     chain     [system][ an earlier turn ..][ a file that was read before ......][ ...
                                             <------ compared token by token ---->
 
+    tokens    t t t t t t t t t t t t t t t t t t t t t t t
+    grams     [every 32 tokens in a row have a hash .......]
+    kept      of every 64 grams in a row the one with the smallest hash (winnowing)
+
+The same text has the same fingerprints at any offset of any prompt: two prompts that share at least `SHARED_TOKENS`
+tokens in a row have one in common, wherever they share them; about one token of 32 ends one. A gram is as long as a
+block: the tokens of the block where it ends, up to its end, are tokens of the gram.
+
 A fingerprint only says where to compare: from there stored tokens are compared in both directions, as far as they are
 equal. What is found is a view on blocks that are kept anyway. As everywhere in the store, failures never fail a
-request: then nothing is found and nothing is listed.
+request: then nothing is found and nothing is listed. A row of a fingerprint is sealed like a variant's.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rekindle.codec.digest import Digester
 from rekindle.core.chunk import DIGEST_TOKENS, Variant, chain_tokens, chunk_digest, nonprefix, unmeasured
-from rekindle.core.fingerprints import Fingerprints
-from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, common_tokens, token_bytes
+from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, NodeKey, chain, common_tokens, token_bytes
 from rekindle.core.kv import Span
-from rekindle.store.catalog import fingerprint_rows
-from rekindle.store.catalog.fingerprint_rows import TextPlace
-from rekindle.store.catalog.variant_rows import BlockLocation, ChunkLocation, ChunkView, SpaceRow
+from rekindle.store.catalog.variant_rows import LOST, BlockLocation, ChunkLocation, ChunkView, SpaceRow
 from rekindle.store.disk import DiskStore
 from rekindle.store.failures import Failures
 from rekindle.store.feed import KvSources
-from rekindle.store.variants import StoredVariant, Variants, spaces_of
+from rekindle.store.variants import StoredVariant, Variants, part_of, spaces_of
+
+GRAM_TOKENS = BLOCK_TOKENS
+WINDOW_GRAMS = 64
+SHARED_TOKENS = WINDOW_GRAMS + GRAM_TOKENS - 1
+
+_POSITION = np.uint64((1 << 24) - 1)  # the low bits that make every hash of a prompt different
+_BASE = 0x9E3779B97F4A7C15
 
 SINK_TOKENS = 4  # the first tokens of a prompt, which all others attend to, whatever they are: never taken elsewhere
 MIN_TEXT_TOKENS = 64  # computing a shorter text is faster than moving its KV
@@ -38,11 +54,69 @@ _FIRST_BLOCKS = 8  # compared at once; then twice as many, and so on
 
 
 @dataclass(frozen=True, eq=False)
+class Fingerprints:
+    """The fingerprints of a prompt.
+
+    ends   [n] the position behind each gram, growing
+    keys   [n] its hash
+    """
+
+    ends: NDArray[np.int64]
+    keys: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tokens: bytes) -> Fingerprints:
+        """Those of some tokens (see `token_bytes`), in time linear in their number."""
+        hashes = _gram_hashes(tokens)  # [grams]
+        if len(hashes) < WINDOW_GRAMS:
+            return cls(np.empty(0, np.int64), np.empty(0, np.int64))
+        least = (hashes & ~_POSITION) | np.arange(len(hashes), dtype=np.uint64)
+        width = 1
+        while width < WINDOW_GRAMS:  # the minimum of `width` grams from each on
+            least = np.minimum(least[:-width], least[width:])
+            width *= 2
+        kept = np.unique(least & _POSITION).astype(np.int64)
+        return cls(kept + GRAM_TOKENS, hashes[kept].view(np.int64))
+
+
+@dataclass(frozen=True, eq=False)
 class FoundText:
     """Text of a prompt whose KV was computed in another prompt, and where that is stored."""
 
     span: Span
     stored: StoredVariant
+
+
+_KEYS_A_QUERY = 500
+_SEAL_BYTES = 8
+# In a damaged catalog a column may have another type: a cast makes it readable at least.
+_COLUMNS = (
+    "key, CAST(parent AS BLOB), CAST(stop AS INTEGER), CAST(moved AS INTEGER), CAST(drift AS REAL), CAST(seal AS BLOB)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPlace:
+    """Where a gram is stored.
+
+    parent   the node above the block that has its last token
+    stop     the position behind it in its chain
+    moved    where it was computed, less where it is in its chain
+    drift    share of what came before it that was not exact when it was computed
+    """
+
+    key: int
+    parent: NodeKey
+    stop: int
+    moved: int = 0
+    drift: float = 0.0
+
+    def seal(self, digester: Digester, kv_space_digest: str) -> bytes:
+        """The digest of a row, keyed if the store has a key. Raises `struct.error` for invalid numbers."""
+        numbers = struct.pack("<qqqd", self.key, self.stop, self.moved, self.drift)
+        return digester.header(b"rekindle/fingerprint/1" + numbers + self.parent + kv_space_digest.encode())[
+            :_SEAL_BYTES
+        ]
 
 
 @dataclass(frozen=True)
@@ -63,10 +137,10 @@ class TextIndex:
     def find(self, kv_space: KvSpace, tokens: Sequence[int], spans: Sequence[Span]) -> list[FoundText]:
         """Stored text in these spans of a prompt, in order, without overlaps. Changes nothing.
 
-        Text that is at least `core.fingerprints.SHARED_TOKENS` long is found, if all of it is stored in one chain.
+        Text that is at least `SHARED_TOKENS` long is found, if all of it is stored in one chain.
         """
         data = token_bytes(tokens)
-        prints = [Fingerprints.of(_part(data, span)) for span in spans]
+        prints = [Fingerprints.of(part_of(data, span)) for span in spans]
         keys = sorted({key for some in prints for key in some.keys.tolist()})
 
         def look() -> list[FoundText]:
@@ -99,7 +173,7 @@ class TextIndex:
             _Listed(
                 space,
                 ChunkView(connection, space.number, fresh, self._sources.bad),
-                fingerprint_rows.find(connection, self._disk.digester, space, keys),
+                _places_of(connection, self._disk.digester, space, keys),
             )
             for space in spaces_of(self._disk, connection, kv_space)
         ]
@@ -131,12 +205,12 @@ class TextIndex:
         view = listed.view
         block, ahead = (place.stop - 1) // BLOCK_TOKENS, end - place.stop  # the prompt is `ahead` of the chain
         start = block * BLOCK_TOKENS
-        last = view.beginning(place.parent, _part(data, Span(start + ahead, end)))
+        last = view.beginning(place.parent, part_of(data, Span(start + ahead, end)))
         if last is None or last.depth + last.place != block:
             return None
-        stop = start + _equal_after(view, last, _part(data, Span(start + ahead, within.stop)))
+        stop = start + _equal_after(view, last, part_of(data, Span(start + ahead, within.stop)))
         floor = max(within.start - ahead, DIGEST_TOKENS if listed.space.nonprefix else SINK_TOKENS)
-        before = _part(data, Span(min(floor, start) + ahead, start + ahead))
+        before = part_of(data, Span(min(floor, start) + ahead, start + ahead))
         start = max(floor, start - _equal_before(view, last, before))
         span, own = Span(start + ahead, stop + ahead), Span(start, stop)
         if len(span) < MIN_TEXT_TOKENS:
@@ -145,8 +219,8 @@ class TextIndex:
         parent = view.above(last.extent, block - last.depth)
         if parent is None:
             return None
-        tokens = _part(data, span)
-        location = ChunkLocation(parent, _part(data, Span(block * BLOCK_TOKENS + ahead, span.stop)), own)
+        tokens = part_of(data, span)
+        location = ChunkLocation(parent, part_of(data, Span(block * BLOCK_TOKENS + ahead, span.stop)), own)
         computed = Span(start + place.moved, stop + place.moved)
         variant = Variant(chunk_digest(tokens), computed, unmeasured(len(span), computed.start), place.drift)
         size_bytes = len(span) * kv_space.layout.token_bytes
@@ -168,7 +242,7 @@ class TextIndex:
         def write() -> None:
             with self._disk.database.scanning() as connection:
                 spaces = [one for one in spaces_of(self._disk, connection, kv_space) if one.digest == digest]
-                listed = fingerprint_rows.listed(connection, spaces[0].number, list(stops)) if spaces else set(stops)
+                listed = _listed_keys(connection, spaces[0].number, list(stops)) if spaces else set(stops)
             new = [place for place in places if place.key not in listed]
             for first in range(0, len(new), _ROWS_A_TRANSACTION):
                 self._add(spaces[0], data, new[first : first + _ROWS_A_TRANSACTION])
@@ -183,19 +257,64 @@ class TextIndex:
                 place
                 for place in places
                 if view.beginning(
-                    place.parent, _part(data, Span((place.stop - 1) // BLOCK_TOKENS * BLOCK_TOKENS, place.stop))
+                    place.parent, part_of(data, Span((place.stop - 1) // BLOCK_TOKENS * BLOCK_TOKENS, place.stop))
                 )
             ]
             if there and self._disk.room.allows(connection, len(there) * _ROW_BYTES):
                 max_count = self._disk.settings.max_fingerprints
-                fingerprint_rows.add(connection, self._disk.digester, space, there, max_count)
+                _put_places(connection, self._disk.digester, space, there, max_count)
+
+
+def _places_of(
+    connection: sqlite3.Connection, digester: Digester, space: SpaceRow, keys: Sequence[int]
+) -> dict[int, TextPlace]:
+    """The places of those keys that are listed; damaged rows are left out."""
+    found = {}
+    for values in _select(connection, _COLUMNS, space.number, keys):
+        try:
+            place = TextPlace(*values[:5])
+            if values[5] == place.seal(digester, space.digest):
+                found[place.key] = place
+        except (struct.error, TypeError, ValueError):
+            continue
+    return found
+
+
+def _listed_keys(connection: sqlite3.Connection, kv_space: int, keys: Sequence[int]) -> set[int]:
+    """Those of the keys whose rows lead to text that is still stored."""
+    return {key for (key,) in _select(connection, "key", kv_space, keys, f"AND NOT {LOST['fingerprints']}")}
+
+
+def _put_places(
+    connection: sqlite3.Connection, digester: Digester, space: SpaceRow, places: Sequence[TextPlace], max_count: int
+) -> None:
+    """List places, each in place of an earlier one with its key; the oldest rows beyond `max_count` go."""
+    connection.executemany(
+        "INSERT OR REPLACE INTO fingerprints (kv_space, key, parent, stop, moved, drift, seal) VALUES (?,?,?,?,?,?,?)",
+        [
+            (space.number, one.key, one.parent, one.stop, one.moved, one.drift, one.seal(digester, space.digest))
+            for one in places
+        ],
+    )
+    connection.execute("DELETE FROM fingerprints WHERE id <= (SELECT max(id) FROM fingerprints) - ?", (max_count,))
+
+
+def _select(
+    connection: sqlite3.Connection, columns: str, kv_space: int, keys: Sequence[int], where: str = ""
+) -> Iterator[tuple[Any, ...]]:
+    for first in range(0, len(keys), _KEYS_A_QUERY):
+        some = keys[first : first + _KEYS_A_QUERY]
+        marks = ",".join("?" * len(some))
+        yield from connection.execute(
+            f"SELECT {columns} FROM fingerprints v WHERE key IN ({marks}) AND kv_space=? {where}", (*some, kv_space)
+        ).fetchall()
 
 
 def _equal_after(view: ChunkView, first: BlockLocation, tokens: bytes) -> int:
     """How many of `tokens` an extent has from a block on."""
     place, count, blocks = first.place, 0, _FIRST_BLOCKS
     while True:
-        stored = view.tokens(first.extent, place, place + blocks)
+        stored = view.block_tokens(first.extent, place, place + blocks)
         equal = common_tokens(stored, tokens[count * TOKEN_BYTES :])
         count += equal
         if equal < blocks * BLOCK_TOKENS:
@@ -214,7 +333,7 @@ def _equal_before(view: ChunkView, last: BlockLocation, tokens: bytes) -> int:
                 break
             extent, place = above.extent, above.place + 1
         first = max(0, place - blocks)
-        equal = _common_end(view.tokens(extent, first, place), tokens)
+        equal = _common_end(view.block_tokens(extent, first, place), tokens)
         count += equal
         if equal < (place - first) * BLOCK_TOKENS:
             break
@@ -231,5 +350,19 @@ def _common_end(a: bytes, b: bytes) -> int:
     return shorter // TOKEN_BYTES - (int(differ[-1]) + 1 if len(differ) else 0)
 
 
-def _part(tokens: bytes, span: Span) -> bytes:
-    return tokens[span.start * TOKEN_BYTES : span.stop * TOKEN_BYTES]
+def _gram_hashes(tokens: bytes) -> NDArray[np.uint64]:
+    """The hash of every `GRAM_TOKENS` tokens in a row, `[tokens - GRAM_TOKENS + 1]`."""
+    hashes = _mixed(np.frombuffer(tokens, "<u4").astype(np.uint64) + np.uint64(1))
+    base, width = _BASE, 1
+    while width < GRAM_TOKENS:  # a polynomial in `base`, modulo 2^64: twice as many tokens in every round
+        hashes = hashes[:-width] * np.uint64(base) + hashes[width:]
+        base, width = base * base % (1 << 64), 2 * width
+    return _mixed(hashes)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection that spreads every bit over all others (splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

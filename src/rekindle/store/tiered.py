@@ -6,7 +6,8 @@ raises because of a disk, a damaged file or another process, except opening the 
 
 from __future__ import annotations
 
-import sqlite3
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,13 +22,12 @@ from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, token_
 from rekindle.core.kv import Kv, Span
 from rekindle.core.scope import AppRef, Scope
 from rekindle.core.size import parse_limit
-from rekindle.errors import CacheUnusable, InvalidSetting
+from rekindle.errors import InvalidSetting
 from rekindle.store import history, purge
-from rekindle.store.catalog import app_rows, catalog, delta_rows
-from rekindle.store.catalog.app_rows import AppAccess, AppRow, UsedBlocks
-from rekindle.store.catalog.catalog import AccessLog, BlockAccess
-from rekindle.store.catalog.delta_rows import coded_pieces
-from rekindle.store.delta_base import DeltaBase
+from rekindle.store.catalog import app_rows, catalog
+from rekindle.store.catalog.app_rows import AppRow, UsedBlocks
+from rekindle.store.catalog.catalog import AccessLog, uses_of
+from rekindle.store.delta_base import DeltaBase, coded_pieces
 from rekindle.store.disk import DiskStore, Machine, Written, check_present
 from rekindle.store.evict import ContextUse, HeldRank
 from rekindle.store.failures import Counts, Failures, Kept
@@ -36,7 +36,6 @@ from rekindle.store.limits import Refused
 from rekindle.store.memory import HeldExtent, MemoryTier
 from rekindle.store.objects import ObjectStore
 from rekindle.store.prefix_index import Match, Piece, continuation, following, search
-from rekindle.store.purge import clear, remove_traces
 from rekindle.store.settings import StoreSettings
 from rekindle.store.shared_tier import SharedTier
 from rekindle.store.sharing import Sharing
@@ -88,10 +87,7 @@ class TieredStore:
 
         def look(rows: catalog.View) -> Match:
             match = search(rows, root, data)
-            if not match.pieces:
-                return match
-            codings = delta_rows.codings(rows.connection, [piece.extent for piece in match.pieces])
-            return replace(match, pieces=coded_pieces(match.pieces, codings)) if codings else match
+            return replace(match, pieces=coded_pieces(rows.connection, match.pieces)) if match.pieces else match
 
         return self._viewing(kv_space, look, Match(root, data, (), ()))
 
@@ -114,11 +110,15 @@ class TieredStore:
 
         return self._failures.reading(look, nothing)
 
-    def load(self, kv_space: KvSpace, match: Match) -> StoredFeed:
-        """A feed of what `match` found, ready to fill. Raises `KvLost` if it was removed."""
+    def load(self, kv_space: KvSpace, match: Match, timeout_seconds: float = math.inf) -> StoredFeed:
+        """A feed of what `match` found, ready to fill. Raises `KvLost` if it was removed.
+
+        It is late if its fills take longer than `timeout_seconds`, and closed if opening it does.
+        """
         if not match.pieces:
             raise InvalidSetting("There is nothing to load: the match is empty.")
         self._failures.check_open()
+        deadline = time.monotonic() + timeout_seconds
         digest = self.disk.kv_space_digest(kv_space)
         sources: list[KvSource] = []
         for piece in match.pieces:
@@ -130,7 +130,10 @@ class TieredStore:
                 sources[-1] = longer
             else:
                 self._sources.add(sources, kv_space, piece, lambda source: is_in_place(source, match, digest))
-        return self._sources.feed(kv_space, sources)
+        feed = self._sources.feed(kv_space, sources, timeout_seconds)
+        if time.monotonic() > deadline:  # the caller has given up
+            feed.close()
+        return feed
 
     def preload(self, pieces: Sequence[Piece], cancelled: Callable[[], bool]) -> Callable[[], None]:
         """Bring the KV of a queued request from this machine's disk to memory, as far as it fits; returns when it is
@@ -150,17 +153,22 @@ class TieredStore:
         `app` is the user; without one, `record_request` or `record_use_by` record it when the request is over.
         """
         length = max(1, match.length)
-        now, here = self.disk.clock(), [piece for piece in match.pieces if piece.tier is None]
-        self._access_log.add(
-            [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in here]
-        )
+        self._access_log.add(uses_of(match.pieces, self.disk.clock(), saved_ms / length))
         if app is not None:
-            self.record_use_by(app, here)
+            self.record_use_by(app, match.pieces)
+
+    def record_stay(self, kv_space: KvSpace, tokens: Sequence[int], saved_ms: float) -> None:
+        """Record a use of stored KV of tokens that were still in the engine: else it would look unused, and go."""
+        match = self.lookup(kv_space, tokens)
+        if match.pieces:
+            self.record_use(match, saved_ms * match.length / len(tokens))
 
     def record_use_by(self, app: AppRef | None, pieces: Sequence[Piece], requests: int = 0) -> None:
         """Record the user of pieces here, and the number of requests; without an app, only if apps are registered."""
         places = [UsedBlocks(piece.extent, piece.name, piece.last) for piece in pieces if piece.tier is None]
-        self._access_log.add([AppAccess(app, places, self.disk.clock(), self.disk.room.allows, requests)])
+        at, allows = self.disk.clock(), self.disk.room.allows
+        use = partial(app_rows.record_use, app=app, places=places, at=at, allows=allows, requests=requests)
+        self._access_log.add([use])
         self._apps_to_flush = True
 
     def record_request(self, kv_space: KvSpace, tokens: Sequence[int], app: AppRef | None) -> None:
@@ -180,15 +188,11 @@ class TieredStore:
 
     # -- writing: every failure is "not kept" ----------------------------------------------------------------------
 
-    def gap(self, kv_space: KvSpace, tokens: Sequence[int]) -> Span | None:
-        """The span of `tokens` that `keep` would take: not stored yet, and admitted. None: nothing."""
-        admitted = self.admit(kv_space, tokens)
-        return admitted if isinstance(admitted, Span) else None
-
     def admit(
         self, kv_space: KvSpace, tokens: Sequence[int], *, wanted: bool = False, last: bool = True
     ) -> Span | Kept:
-        """The same, or why there is nothing to keep. `wanted` and `last`: see `DiskStore.admit`."""
+        """The span of `tokens` that `keep` would take: not stored yet, and admitted; or why there is nothing to keep.
+        `wanted` and `last`: see `DiskStore.admit`."""
         match = self.lookup(kv_space, tokens)
         gap = match.gap()
         if gap is None:
@@ -216,7 +220,7 @@ class TieredStore:
         lossy: bool = False,
         present: Callable[[], bool] | None = None,
     ) -> Kept:
-        """Keep KV whose span is what `gap` returned for the same tokens, or begins at an earlier block.
+        """Keep KV whose span is what `admit` returned for the same tokens, or begins at an earlier block.
 
         `tokens` may continue after the span. The store owns the arrays from now on, and may hold them in memory.
         Returns when the KV is on disk and visible to every process. Without `evict` it is refused if other KV would
@@ -370,7 +374,7 @@ class TieredStore:
         self._access_log.drop()
         try:
             self.shared.remove(None)
-            return clear(self.disk)
+            return purge.clear(self.disk)
         finally:
             self.memory.forget(self.memory.names())
 
@@ -391,13 +395,12 @@ class TieredStore:
     def _remove_spaces(self, chosen: str, values: tuple[str, str]) -> None:
         own = f"SELECT id FROM kv_spaces WHERE {chosen}"
         try:
-            with self.disk.database.writing() as connection:
-                connection.execute(f"DELETE FROM requests WHERE kv_space IN ({own})", values)
-                kv_spaces = {id for (id,) in connection.execute(own, values)}
-            self.disk.remove([row for row in self.disk.entries() if row.kv_space in kv_spaces])
-            remove_traces(self.disk, lambda row: row.kv_space in kv_spaces)
-        except (OSError, sqlite3.Error) as error:
-            raise CacheUnusable(f"Not all could be removed from {self.disk.folder}: {error}. Run it again.") from error
+            with purge.removing(self.disk):
+                with self.disk.database.writing() as connection:
+                    connection.execute(f"DELETE FROM requests WHERE kv_space IN ({own})", values)
+                    kv_spaces = {id for (id,) in connection.execute(own, values)}
+                self.disk.remove([row for row in self.disk.entries() if row.kv_space in kv_spaces])
+                purge.remove_traces(self.disk, lambda row: row.kv_space in kv_spaces)
         finally:
             self.memory.forget(self.memory.names())
 

@@ -7,6 +7,7 @@ kept.
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +20,17 @@ from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Tier
 from rekindle.core.scope import AppRef
 from rekindle.errors import InvalidSetting
-from rekindle.store.catalog import catalog, delta_rows, variant_rows
-from rekindle.store.catalog.catalog import AccessLog, BlockAccess
+from rekindle.store.catalog import catalog, variant_rows
+from rekindle.store.catalog.catalog import AccessLog, uses_of
 from rekindle.store.catalog.variant_rows import (
     ChunkLocation,
     ChunkView,
     Listing,
     SpaceRow,
-    VariantAccess,
     chunk_location,
     listing,
 )
+from rekindle.store.delta_base import coded_pieces
 from rekindle.store.disk import DiskStore, check_present
 from rekindle.store.failures import Failures, Kept
 from rekindle.store.feed import KvSource, KvSources, StoredFeed
@@ -62,15 +63,6 @@ class StoredVariant:
     location: ChunkLocation
     tokens: bytes
     pieces: tuple[Piece, ...]  # which tile `variant.span`
-
-
-@dataclass(frozen=True)
-class VariantCounts:
-    """The number of listed chunks, of their variants, and of variants that are non-prefix KV."""
-
-    chunks: int = 0
-    variants: int = 0
-    nonprefix: int = 0
 
 
 class Variants:
@@ -111,7 +103,7 @@ class Variants:
 
         return self._failures.reading(look, {})
 
-    def load(self, kv_space: KvSpace, stored: StoredVariant) -> StoredFeed:
+    def load(self, kv_space: KvSpace, stored: StoredVariant, timeout_seconds: float = math.inf) -> StoredFeed:
         """A feed of a variant's KV as it was computed at its span. Raises `KvLost` if it was removed or damaged."""
         self._failures.check_open()
         own_kv_space = nonprefix(kv_space) if stored.nonprefix else kv_space
@@ -121,7 +113,7 @@ class Variants:
         for piece in reversed(stored.pieces):
             below = opened[-1] if opened else None
             self._sources.add(opened, own_kv_space, piece, partial(_is_in_place, stored=stored, below=below))
-        return self._sources.feed(own_kv_space, opened[::-1])
+        return self._sources.feed(own_kv_space, opened[::-1], timeout_seconds)
 
     def stored_at(
         self,
@@ -139,7 +131,7 @@ class Variants:
         if shift := variant.span.start - location.span.start:
             pieces = tuple(moved(piece, shift) for piece in pieces)
         held = all(self._memory.holds(piece.name) for piece in pieces)
-        coded = not held and bool(delta_rows.codings(view.connection, [piece.extent for piece in pieces]))
+        coded = not held and any(piece.coding != "raw" for piece in coded_pieces(view.connection, pieces))
         return StoredVariant(
             id=0,
             variant=variant,
@@ -161,26 +153,8 @@ class Variants:
         """
         now, length = self._disk.clock(), len(stored.variant.span)
         gain = min(1 / recomputed, _MAX_GAIN) if recomputed > 0 else _MAX_GAIN
-        local = [piece for piece in stored.pieces if piece.tier is None]
-        blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in local]
-        self._access_log.add([*blocks, VariantAccess(stored.id, stored.variant.digest, gain, now)])
-
-    def stats(self, kv_space: KvSpace | None = None) -> VariantCounts:
-        """The counts of a KV space, or of all."""
-
-        def count() -> VariantCounts:
-            with self._disk.database.reading() as connection:
-                if kv_space is None:
-                    where, values = "1", list[int]()
-                else:
-                    values = [space.number for space in spaces_of(self._disk, connection, kv_space)]
-                    where = f"kv_space IN ({','.join('?' * len(values))})"
-                apart = variant_rows.nonprefix_kv_spaces(connection)
-                select = f"SELECT digest, kv_space FROM variants WHERE {where}"
-                found = connection.execute(select, values).fetchall()
-            return VariantCounts(len({row[0] for row in found}), len(found), sum(row[1] in apart for row in found))
-
-        return self._failures.reading(count, VariantCounts())
+        use = partial(variant_rows.count_use, id=stored.id, digest=stored.variant.digest, gain=gain, at=now)
+        self._access_log.add([*uses_of(stored.pieces, now, saved_ms / length), use])
 
     # -- writing: every failure is "not kept" ----------------------------------------------------------------------
 
@@ -194,7 +168,7 @@ class Variants:
         keys, digest = chain(root, data), self._disk.kv_space_digest(kv_space)
         listed = []
         for variant in variants:
-            _check(variant, _part(data, variant.span))
+            _check(variant, part_of(data, variant.span))
             listed.append(self._listing(digest, chunk_location(root, keys, data, variant.span), variant))
         if self._disk.database.read_only or not listed:
             return 0
@@ -296,7 +270,7 @@ class Variants:
             if number is None:
                 return 0
             view = ChunkView(connection, number, self._disk.room.fresh(), self._sources.bad)
-            there = [one for one in listed if view.find_pieces(one.location, _part(tokens, one.location.span))]
+            there = [one for one in listed if view.find_pieces(one.location, part_of(tokens, one.location.span))]
             return self._add_rows(connection, number, there)
 
     def _list_nonprefix(
@@ -353,7 +327,8 @@ def _check(variant: Variant, tokens: bytes) -> None:
         raise InvalidSetting(f"The variant at {variant.span} is of other tokens than those given.")
 
 
-def _part(tokens: bytes, span: Span) -> bytes:
+def part_of(tokens: bytes, span: Span) -> bytes:
+    """The tokens of a span."""
     return tokens[span.start * TOKEN_BYTES : span.stop * TOKEN_BYTES]
 
 
@@ -368,14 +343,14 @@ def _is_in_place(source: KvSource, stored: StoredVariant, below: KvSource | None
     Its blocks must lead to the node above the chunk's last block, or to the parent of the extent below.
     """
     plan, piece, start = source.header.plan, source.piece, stored.variant.span.start
-    wanted = _part(stored.tokens, Span(piece.span.start - start, piece.span.stop - start))
+    wanted = part_of(stored.tokens, Span(piece.span.start - start, piece.span.stop - start))
     blocks, node, tail = piece.last, stored.location.parent, stored.location.tail
     if below is not None:
         blocks, node, tail = piece.last + 1, below.header.plan.parent, b""
     above = chain(plan.parent, plan.tokens[: blocks * BLOCK_BYTES])
     return (
         plan.kv_space == stored.kv_space
-        and _part(plan.tokens, source.span) == wanted
+        and part_of(plan.tokens, source.span) == wanted
         and plan.tokens.startswith(tail, blocks * BLOCK_BYTES)
         and (above[-1] if above else plan.parent) == node
     )

@@ -37,7 +37,7 @@ from rekindle.text.base import (
     check_length,
 )
 from rekindle.text.reasoning import detect_thoughts, think_variables, thought_for_template
-from rekindle.text.sandbox import LimitExceeded, SandboxProcess
+from rekindle.text.sandbox import LimitExceeded, SandboxProcess, WorkRefused
 from rekindle.text.tools.styles import TemplateTools, late_instructions_as_user, merge_system_message, tools_as_text
 
 
@@ -420,7 +420,6 @@ class _Hidden:
         return f"\ue002{self._nonce}:{self.spellings.index(found.group())}\ue003"
 
 
-_REFUSED = b"r"  # how a refusal of `template_worker` begins
 _lock = threading.Lock()
 _process: SandboxProcess | None = None  # for all templates
 
@@ -449,17 +448,15 @@ def render_template(template: str, variables: Mapping[str, Any]) -> str:
     try:
         message = json.dumps([template, {"add_generation_prompt": True, **variables}], default=_stand_in).encode()
         with _lock:
-            answer = _render_process().ask(message)
+            return _render_process().ask(message).decode("utf-8", errors="surrogatepass")
+    except WorkRefused as refusal:
+        raise InvalidPrompt(f"The model's chat template refuses these messages: {refusal}") from None
     except (RecursionError, TypeError, ValueError) as error:
         raise InvalidPrompt(f"The messages or tools cannot be written as JSON: {error}. Simplify them.") from None
     except LimitExceeded as limit:
         raise InvalidPrompt(
             f"The model's chat template cannot be rendered: {limit}. Shorten the chat, or use another model."
         ) from None
-    text = answer[1:].decode("utf-8", errors="surrogatepass")
-    if answer[:1] == _REFUSED:
-        raise InvalidPrompt(f"The model's chat template refuses these messages: {text}")
-    return text
 
 
 def _render_process() -> SandboxProcess:

@@ -6,26 +6,19 @@ minutes and gigabytes despite its own limits. Such a process is killed and the g
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.grammar import Grammar
+from rekindle.core.grammar import NOTHING_FOLLOWS, Grammar
 from rekindle.errors import InvalidGrammar, StepRefused
 from rekindle.text.base import Tokenizer
-from rekindle.text.grammar_messages import (
-    NOTHING_FOLLOWS,
-    grammar_message,
-    read_mask,
-    token_message,
-    vocabulary_message,
-)  # fmt: skip
-from rekindle.text.sandbox import LimitExceeded, SandboxPool
+from rekindle.text.sandbox import LimitExceeded, SandboxPool, WorkRefused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,24 +31,21 @@ class GrammarBackend:
         """Up to `parallel` processes are kept for reuse; starting one takes about 300 ms, first when it is needed."""
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._processes = SandboxPool("rekindle.text.grammar_worker", lambda: self._known.message, parallel)
+        self._known: _Vocabulary | None = None
+        self._processes = SandboxPool("rekindle.text.grammar_worker", lambda: self._vocabulary().message, parallel)
 
     def start(self, grammar: Grammar, cancelled: Callable[[], bool] = lambda: False) -> Constraint:
         """The constraint of a new reply. Raises `InvalidGrammar` if no reply can satisfy it, and `Cancelled`."""
-        return Constraint(grammar, self._known, self._processes, cancelled)
+        return Constraint(grammar, self._vocabulary(), self._processes, cancelled)
 
     def close(self) -> None:
         """Kill the idle processes."""
         self._processes.close()
 
-    @property
-    def _known(self) -> _Vocabulary:
-        with self._lock:  # else two threads would build the same
-            return self._vocabulary
-
-    @cached_property
     def _vocabulary(self) -> _Vocabulary:
-        return _Vocabulary(self._tokenizer)
+        with self._lock:  # else two threads would build the same
+            self._known = self._known or _Vocabulary(self._tokenizer)
+            return self._known
 
 
 class Constraint:
@@ -70,7 +60,7 @@ class Constraint:
         self._process = processes.take()
         self._end = weakref.finalize(self, processes.give_back, self._process)
         self._ended = False
-        self._allowed = self._ask(grammar_message(grammar))  # [vocabulary]
+        self._allowed = self._ask([grammar.kind, grammar.text])  # [vocabulary]
 
     @property
     def finished(self) -> bool:
@@ -101,7 +91,7 @@ class Constraint:
         if token in self._vocabulary.stop_ids:
             self._ended = True
             return
-        self._allowed = self._ask(token_message(token))
+        self._allowed = self._ask(token)
 
     def close(self) -> None:
         """Return the process. Idempotent."""
@@ -113,10 +103,12 @@ class Constraint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, message: bytes) -> NDArray[np.bool_]:
+    def _ask(self, step: list[str] | int) -> NDArray[np.bool_]:
         """The tokens allowed next, stop tokens included."""
         try:
-            bits = read_mask(self._process.ask(message, self._cancelled))
+            bits = self._process.ask(json.dumps(step).encode(), self._cancelled)
+        except WorkRefused as refusal:
+            raise InvalidGrammar(str(refusal)) from None
         except LimitExceeded as limit:
             raise InvalidGrammar(f"The grammar is too complex: {limit}. Simplify it, or leave parts out.") from None
         size = len(self._vocabulary.usable)
@@ -140,4 +132,4 @@ class _Vocabulary:
         self.usable[self.stops] = False  # they end the reply, whatever their text
         tokens = [piece if use else b"" for piece, use in zip(pieces, self.usable, strict=True)]
         # llguidance's convention: a special token begins with a byte that no text has.
-        self.message = vocabulary_message([*tokens, b"\xff<end>"])
+        self.message = json.dumps([piece.decode("latin-1") for piece in (*tokens, b"\xff<end>")]).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rekindle.text.base import Tokenizer
 
@@ -76,8 +76,7 @@ class StopChecker:
             at, self.found = min(hits)
             safe, self._held = self._held[:at], ""
             return safe
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
+        cut = len(self._held) - held_back(self._held, self._stops)
         safe, self._held = self._held[:cut], self._held[cut:]
         return safe
 
@@ -87,9 +86,10 @@ class StopChecker:
         return safe
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Number of characters at the end of the text that may begin the stop string."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
+def held_back(text: str, marks: Iterable[str]) -> int:
+    """Number of characters at the end of the text that may begin one of the marks."""
+    longest = 0
+    for mark in marks:
+        lengths = range(min(len(text), len(mark) - 1), longest, -1)
+        longest = next((length for length in lengths if mark.startswith(text[-length:])), longest)
+    return longest

@@ -1,5 +1,11 @@
 """The sandboxed process that compiles a grammar and computes token masks: all of llguidance runs here.
 
+    vocabulary   the bytes of every token, as a list of Latin-1 texts; the last one stands for the end of the reply
+    grammar      [kind, text]: begins a reply
+    token        a number: advances it
+
+These are JSON; a grammar and a token are answered by a bit mask of the tokens allowed next.
+
 Its limits are set here, and what it refuses becomes an `InvalidGrammar`.
 """
 
@@ -11,9 +17,8 @@ import re
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from, regex_to_lark
 from llguidance.gbnf_to_lark import is_lark_syntax
 
-from rekindle.core.grammar import EmbeddedSchema, Grammar
+from rekindle.core.grammar import NOTHING_FOLLOWS, EmbeddedSchema, Grammar
 from rekindle.errors import InvalidGrammar
-from rekindle.text.grammar_messages import NOTHING_FOLLOWS, mask_message, read_step, read_vocabulary, refusal_message
 from rekindle.text.sandbox_worker import serve_messages
 
 # At most one space after a comma or colon: a small model that may write white space between values writes nothing else
@@ -29,7 +34,7 @@ _LARK_PIECE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?P<na
 
 def main() -> None:
     """Answer the messages of the parent: the vocabulary, then grammars and tokens."""
-    serve_messages(_GrammarWorker().answer)
+    serve_messages(_GrammarWorker().answer, (InvalidGrammar,))
 
 
 class _GrammarWorker:
@@ -40,21 +45,18 @@ class _GrammarWorker:
         self._matcher: LLMatcher | None = None
 
     def answer(self, message: bytes) -> bytes:
+        told = json.loads(message)
         if self._vocabulary is None:
-            self._vocabulary = _LibraryVocabulary(read_vocabulary(message))
+            self._vocabulary = _LibraryVocabulary([piece.encode("latin-1") for piece in told])
             return b""
-        try:
-            step = read_step(message)
-            if isinstance(step, Grammar):
-                self._matcher = None  # first, for its memory
-                text = _as_lark(step)
-                self._matcher = LLMatcher(self._vocabulary.library, text, log_level=0, limits=_limits())
-            else:
-                assert self._matcher is not None, "a token follows a grammar"
-                self._matcher.consume_token(step)
-            return mask_message(_mask(self._matcher))
-        except InvalidGrammar as refusal:
-            return refusal_message(refusal)
+        if isinstance(told, list):
+            self._matcher = None  # first, for its memory
+            text = _as_lark(Grammar(*told))
+            self._matcher = LLMatcher(self._vocabulary.library, text, log_level=0, limits=_limits())
+        else:
+            assert self._matcher is not None, "a token follows a grammar"
+            self._matcher.consume_token(told)
+        return _mask(self._matcher)
 
 
 class _LibraryVocabulary:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from rekindle.core.reply import Reply
 from rekindle.core.request import Message, Request, Think
 from rekindle.text.base import Tokenizer
+from rekindle.text.detokenize import held_back
 from rekindle.text.tools.parse import CallDelta, ParsedText, ToolParser
 from rekindle.text.tools.styles import detect_style
 
@@ -116,8 +117,7 @@ class ThoughtParser:
             self._starting = False
             ends = self._thinking or mark in self._style.opens
             return (piece.rstrip("\n") if ends else piece), mark
-        keep = 0 if final else max(map(self._overlap, marks), default=0)
-        cut = len(self._held) - keep
+        cut = len(self._held) - (0 if final else held_back(self._held, marks))
         if self._thinking or not final:
             cut = len(self._held[:cut].rstrip("\n"))  # they may belong to a marker
         piece, self._held = self._held[:cut], "" if final else self._held[cut:]
@@ -134,10 +134,6 @@ class ThoughtParser:
         """Whether the reply begins with a marker, or with a part of one."""
         start = self._held.lstrip()
         return any(start.startswith(mark) or mark.startswith(start) for mark in self._style.opens)
-
-    def _overlap(self, mark: str) -> int:
-        lengths = range(min(len(self._held), len(mark) - 1), 0, -1)
-        return next((length for length in lengths if mark.startswith(self._held[-length:])), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 import psutil
 
 from rekindle.errors import Cancelled, EngineMissing, OutOfMemory
-from rekindle.text.sandbox_worker import STACK_BYTES
+from rekindle.text.sandbox_worker import REFUSED, STACK_BYTES
 
 CPU_SECONDS = 1.5  # for one answer; then the system, or this process, kills it
 HEAP_BYTES = 120 * 1024 * 1024  # beyond what the process uses when it is ready, without its stack
@@ -41,6 +41,10 @@ _START = (
 
 class LimitExceeded(Exception):
     """The process took too long or too much memory, or failed, and was killed. The text says which."""
+
+
+class WorkRefused(Exception):
+    """The process cannot do what it was asked for. The text says why; the next message may be another."""
 
 
 class SandboxProcess:
@@ -77,7 +81,7 @@ class SandboxProcess:
         return False
 
     def ask(self, message: bytes, cancelled: Callable[[], bool] = lambda: False) -> bytes:
-        """The answer. Raises `LimitExceeded` or `Cancelled` after killing the process.
+        """The answer. Raises `WorkRefused`, and `LimitExceeded` or `Cancelled` after killing the process.
 
         Raises `OutOfMemory` for a process that never became ready.
         """
@@ -88,7 +92,7 @@ class SandboxProcess:
             self._limit_heap(HEAP_BYTES + _HEAP_PER_BYTE * max(0, len(message) - _SHORT_MESSAGE_BYTES))
             self._connection.send_bytes(message)
             self._wait(cancelled, CPU_SECONDS)
-            return self._connection.recv_bytes(_MAX_ANSWER_BYTES)
+            answer = self._connection.recv_bytes(_MAX_ANSWER_BYTES)
         except (EOFError, OSError, psutil.Error):
             self.close()
             if self._first_message is not None:
@@ -99,6 +103,9 @@ class SandboxProcess:
         except BaseException:
             self.close()
             raise
+        if answer[:1] == REFUSED:
+            raise WorkRefused(answer[1:].decode())
+        return answer[1:]
 
     def close(self) -> None:
         """Kill the process. Idempotent."""

@@ -14,10 +14,14 @@ from multiprocessing.connection import Connection
 STACK_BYTES = 64 * 1024 * 1024  # llguidance recurses without checking its stack
 
 
-def serve_messages(answer: Callable[[bytes], bytes]) -> None:
+ANSWERED, REFUSED = b"a", b"r"  # how a message to the parent begins
+
+
+def serve_messages(answer: Callable[[bytes], bytes], refusals: tuple[type[Exception], ...] = ()) -> None:
     """Answer messages from standard input one by one, until the parent closes it or is gone.
 
-    The first message only prepares; the last command-line argument limits the CPU time of every other answer.
+    The first message only prepares; the last command-line argument limits the CPU time of every other answer. The text
+    of an exception that is one of the `refusals` is the answer to a message; any other ends this process.
     """
     connection, cpu_seconds = _connection(), float(sys.argv[-1])
 
@@ -27,7 +31,10 @@ def serve_messages(answer: Callable[[bytes], bytes]) -> None:
             while True:
                 message = connection.recv_bytes()
                 with _limit_cpu(cpu_seconds):
-                    answered = answer(message)
+                    try:
+                        answered = ANSWERED + answer(message)
+                    except refusals as refusal:
+                        answered = REFUSED + str(refusal).encode(errors="replace")
                 connection.send_bytes(answered)
         finally:
             os._exit(1)  # the parent sees that the connection is closed

@@ -21,7 +21,6 @@ import jinja2.utils
 
 from rekindle.text.sandbox_worker import serve_messages
 
-RENDERED, REFUSED = b"t", b"r"  # how an answer begins
 # What rendering a template may raise.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -30,17 +29,14 @@ _TEMPLATE_ERRORS = (
 
 def main() -> None:
     """Answer the messages of the parent: a template and its variables."""
-    serve_messages(_answer)
+    serve_messages(_answer, _TEMPLATE_ERRORS)
 
 
 def _answer(message: bytes) -> bytes:
     if not message:  # the first one: this process is ready
-        return RENDERED
+        return b""
     template, variables = json.loads(message)
-    try:
-        return RENDERED + _compiled(template).render(variables).encode("utf-8", errors="surrogatepass")
-    except _TEMPLATE_ERRORS as error:
-        return REFUSED + str(error).encode("utf-8", errors="replace")
+    return _compiled(template).render(variables).encode("utf-8", errors="surrogatepass")
 
 
 @lru_cache(maxsize=8)

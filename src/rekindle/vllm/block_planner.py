@@ -30,6 +30,9 @@ from rekindle.vllm.step_plan import BlockIds, BlockTransfer, StepPlan, WorkerRep
 
 log = logging.getLogger("rekindle.vllm")
 
+# A shorter beginning that a shared tier has is saved with the rest of its prompt: prompts in pieces load slower.
+_COPIED_TOKENS = 256
+
 
 class VllmRequest(Protocol):
     """The part of vLLM's requests that is read here."""
@@ -116,9 +119,12 @@ class BlockPlanner:
             return
         known.preemptions = request.num_preemptions
         span = Span(known.computed, known.computed + external)
-        known.saved = max(known.saved, span.stop)  # what comes from a shared tier is copied to the folder
+        copied = span.stop >= _COPIED_TOKENS or self._whole > 1  # else vLLM may have dropped what lies before a window
+        if copied:
+            known.saved = max(known.saved, span.stop)
         tokens = tuple(request.all_token_ids[: span.stop])
-        self._plan.loads.append(BlockTransfer(request.request_id, known.kv_space, tokens, span, block_ids))
+        load = BlockTransfer(request.request_id, known.kv_space, tokens, span, block_ids, copied=copied)
+        self._plan.loads.append(load)
 
     def step(self, scheduled: Mapping[str, int], block_ids: Callable[[str], BlockIds]) -> StepPlan:
         """The plan of a step that computes these numbers of tokens of requests."""

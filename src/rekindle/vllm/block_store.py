@@ -1,6 +1,6 @@
 """The worker's side of the connector: KV between the store and vLLM's blocks.
 
-Loads run on a thread of their own. A layer is read into memory of ours, checked, and only then copied to the blocks: a
+Loads run on a thread of their own. Layers are read into memory of ours, checked, and only then copied to the blocks: a
 read that comes too late touches nothing. Saves copy a layer at the end of its attention; the store's writer writes them
 in the background.
 """
@@ -29,6 +29,7 @@ from rekindle.core.kv import Kv, LayerKv, LayerShape
 from rekindle.core.plan import SHARED_TIERS
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import CacheUnusable, KvLost
+from rekindle.store.feed import StoredFeed
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 from rekindle.vllm.block_planner import rank_space, tier_of
@@ -40,6 +41,7 @@ log = logging.getLogger("rekindle.vllm")
 
 T = TypeVar("T")
 _SLOWEST_BYTES = 100e6  # per second: a slower cache is not waited for
+_TOGETHER_BYTES = 4 << 20  # of layers that are read at once: each question changes threads twice
 _LOADERS = 2  # requests whose KV is loaded at the same time
 _QUIET_STEPS = 4  # without saves after a load by layers failed: steps in flight computed with what it left
 
@@ -180,21 +182,26 @@ class BlockStore:
         copies: list[LayerKv] = []
         try:
             with self._ask(lambda: self._store.load(kv_space, match), shared=shared) as feed:
-                for number, layer in enumerate(self._layers.layers):
-                    keys, values = self._staged(layer.shape, len(feed.span))
-                    out = LayerKv(raw_view(keys), raw_view(values))
-                    self._ask(partial(feed.fill, number, out), out.keys.nbytes + out.values.nbytes, shared=shared)
-                    place = plan.block_ids[layer.group], self._layers.group_tokens[layer.group], plan.span
-                    skip = plan.span.start - start
-                    self._paged[layer.name].write(*place, keys[:, skip:], values[:, skip:])
-                    copies += [out] if shared else []
-                    loading.advance(number + 1)
+                layers, size_bytes = self._layers.layers, len(feed.span) * kv_space.layout.token_bytes
+                together = max(1, _TOGETHER_BYTES * len(layers) // size_bytes)
+                for first in range(0, len(layers), together):
+                    some = layers[first : first + together]
+                    staged = [self._staged(layer.shape, len(feed.span)) for layer in some]
+                    out = [LayerKv(raw_view(keys), raw_view(values)) for keys, values in staged]
+                    fill = partial(_fill_layers, feed, first, out)
+                    self._ask(fill, size_bytes * len(some) // len(layers), shared=shared)
+                    for layer, (keys, values) in zip(some, staged, strict=True):
+                        place = plan.block_ids[layer.group], self._layers.group_tokens[layer.group], plan.span
+                        skip = plan.span.start - start
+                        self._paged[layer.name].write(*place, keys[:, skip:], values[:, skip:])
+                    copies += out if shared else []
+                    loading.advance(first + len(some))
         except NoAnswer:
             with suppress(NoAnswer):  # the catalog learns what is damaged before the scheduler looks again
                 self._ask(self._store.maintain)
             raise
         self._store.record_use(match)
-        if shared:
+        if shared and plan.copied:
             self._keep(kv_space, plan.tokens, Kv(feed.span, kv_space.layout, tuple(copies)))
         return match
 
@@ -303,3 +310,8 @@ class BlockStore:
         if self._writer.close(CLOSE_SECONDS):
             self._store.shared.flush(CLOSE_SECONDS)
             self._store.close()
+
+
+def _fill_layers(feed: StoredFeed, first: int, out: Sequence[LayerKv]) -> None:
+    for number, kv in enumerate(out, first):
+        feed.fill(number, kv)

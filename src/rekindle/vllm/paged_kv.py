@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class PagedLayer:
 
     def read(self, block_ids: Sequence[int], block_tokens: int, span: Span) -> LayerKv:
         """A copy of the KV of a request's tokens; `block_tokens` are those of one of its blocks."""
-        block, offset = self._places(block_ids, block_tokens, span)
+        block, offset = _places(tuple(block_ids), block_tokens, span, self.keys.shape[2])
         keys, values = (
             view[block, :, offset].transpose(0, 1).to("cpu").contiguous() for view in (self.keys, self.values)
         )  # [kv_heads, tokens, dim]
@@ -41,17 +42,18 @@ class PagedLayer:
 
         Tokens in the null block are left out.
         """
-        block, offset = self._places(block_ids, block_tokens, span)
+        block, offset = _places(tuple(block_ids), block_tokens, span, self.keys.shape[2])
         held = block != NULL_BLOCK
         for view, new in ((self.keys, keys), (self.values, values)):
             view[block[held], :, offset[held]] = new.transpose(0, 1)[held].to(view.device)
 
-    def _places(self, block_ids: Sequence[int], block_tokens: int, span: Span) -> tuple[Tensor, Tensor]:
-        """Block and offset of each token in the views, whose blocks may be smaller than those of a request."""
-        positions = torch.arange(span.start, span.stop)
-        slots = torch.tensor(block_ids)[positions // block_tokens] * block_tokens + positions % block_tokens
-        size = self.keys.shape[2]
-        return slots // size, slots % size
+
+@lru_cache(maxsize=16)  # all layers of a load or a save ask for the same
+def _places(block_ids: tuple[int, ...], block_tokens: int, span: Span, size: int) -> tuple[Tensor, Tensor]:
+    """Block and offset of each token in views whose blocks have `size` tokens, perhaps fewer than a request's."""
+    positions = torch.arange(span.start, span.stop)
+    slots = torch.tensor(block_ids)[positions // block_tokens] * block_tokens + positions % block_tokens
+    return slots // size, slots % size
 
 
 def paged_layer(layer: Tensor, key_dim: int, write: WriteSlots) -> PagedLayer | None:

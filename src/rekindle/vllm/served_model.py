@@ -19,7 +19,7 @@ from rekindle.errors import UnsupportedModel
 from rekindle.models.hf_folder import check_folder, read_tensor_infos
 
 # Whose KV is the same in transformers and in vLLM: tests/fleet computes it in each and uses it in the other.
-SHARED_FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
+SHARED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 _DRAFTS_WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix"})
 _NUMBER = re.compile(r"\.(\d+)\.")

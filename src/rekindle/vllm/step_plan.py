@@ -22,6 +22,7 @@ class BlockTransfer:
     span: Span
     block_ids: BlockIds
     number: int = 0  # of a save, to report it
+    copied: bool = True  # of a load: what comes from a shared tier is copied to the folder
     ended: bool = False  # of a save: its request is over, and its blocks are free after it
 
 

@@ -12,7 +12,6 @@ import torch
 import zstandard
 
 from rekindle import Session
-from rekindle.cache.prefill import TimedFeed
 from rekindle.codec.packing import squeeze
 from rekindle.codec.quantized import describe, locate_parts
 from rekindle.core.keys import KvSpace
@@ -25,6 +24,7 @@ from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
 from rekindle.engine.hf.sequence import BufferPool, TorchSequence
 from rekindle.errors import KvLost
 from rekindle.store.extents import ExtentFiles
+from rekindle.store.feed import StoredFeed
 from rekindle.store.tiered import TieredStore
 from tests.store.test_delta_base import BASE, LATE, ONE, ROOMY, fetch, is_same, keep, quantized, rows_of
 from tests.tiny import byte_tokenizer, tiny_model
@@ -61,10 +61,10 @@ def keep_in_two(store: TieredStore) -> None:
     assert {row.coding for row in store.disk.entries()} == {"quantized"}
 
 
-def opened(store: TieredStore, kv_space: KvSpace, count: int) -> TimedFeed:
+def opened(store: TieredStore, kv_space: KvSpace, count: int) -> StoredFeed:
     match = store.lookup(kv_space, T[:count])
     assert match.length == count
-    return TimedFeed.open(store, kv_space, match, 60.0)
+    return store.load(kv_space, match, 60.0)
 
 
 def loaded(feed: KvFeed, kv_space: KvSpace, device: torch.device) -> Kv:
@@ -114,12 +114,12 @@ def cut_off(data: bytes) -> bytes:
 def with_a_stray_too_many(data: bytes) -> bytes:
     """A symbol of the first frame marks a stray that is not there: only the decoded codes show that."""
     coded = describe(data)
-    places = locate_parts([data], coded.kind, LayerSpec(coded.dtype, coded.shape, coded.tokens))
-    start, size = places.frames[0, 0, 0].tolist()
-    symbols = bytearray(zstandard.ZstdDecompressor().decompress(data[start : start + size]))
-    symbols[0] = 215 if places.per_byte[0, 0, 0] == 3 else 255
+    places = locate_parts(data, coded.kind, LayerSpec(coded.dtype, coded.shape, coded.tokens))
+    first = places.groups[0].halves[0]
+    symbols = bytearray(zstandard.ZstdDecompressor().decompress(data[first.start : first.stop]))
+    symbols[0] = 215 if first.per_byte == 3 else 255
     frame = squeeze(bytes(symbols))
-    return data[:28] + len(frame).to_bytes(4, "little") + data[32:start] + frame + data[start + size :]
+    return data[:28] + len(frame).to_bytes(4, "little") + data[32 : first.start] + frame + data[first.stop :]
 
 
 @pytest.mark.parametrize("damage", [cut_off, with_a_stray_too_many])

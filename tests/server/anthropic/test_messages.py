@@ -229,3 +229,18 @@ def test_an_error_within_a_stream_is_an_event(served: Served) -> None:
 def test_a_client_that_looks_first_finds_somebody(keyed: Served) -> None:
     with keyed.http() as client:
         assert client.head("/").status_code == 200 and client.get("/").json()["name"] == "Rekindle"
+
+
+def test_what_other_protocols_have_is_named_and_not_heeded(served: Served) -> None:
+    foreign = {
+        "min_p": "x",
+        "presence_penalty": [],
+        "seed": -1,
+        "stop": ["a", 3],
+        "rekindle": {"knowledge": {"top_k": 3}},
+    }
+    reply, plain = sent(served, temperature=0, max_tokens=8, **foreign), sent(served, temperature=0, max_tokens=8)
+    assert reply["content"] == plain["content"]
+    assert reply["rekindle"]["ignored"] == ["min_p", "presence_penalty", "rekindle.knowledge", "seed", "stop"]
+    warmed = served.post("/v1/rekindle/warm", prompt="The wind is calm.", rekindle={"reuse": "off"})
+    assert warmed.status_code == 200 and warmed.json()["rekindle"]["ignored"] == ["rekindle"]

@@ -208,7 +208,7 @@ def test_pulling_tells_its_progress(served: Served, monkeypatch: pytest.MonkeyPa
         if spec == "minilm":
             raise FileNotFoundError("gone")
 
-    monkeypatch.setattr("rekindle.server.ollama.model_info.pull", pull)
+    monkeypatch.setattr("rekindle.server.ollama_models.pull", pull)
     first, half, done, last = lines(served, "/api/pull", model="smollm2")
     assert (first["status"], last["status"]) == ("pulling manifest", "success") and half["digest"] == done["digest"]
     assert [(line["completed"], line["total"]) for line in (half, done)] == [(1, 2), (2, 2)]

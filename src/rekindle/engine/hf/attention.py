@@ -99,11 +99,11 @@ def attention_weights(query: Tensor, keys: Tensor, tile: Tile, scores: ScorePara
 
     The tile must come from `split_tile`, which makes its mask explicit.
     """
-    products = torch.matmul(query, _repeat(keys, query.shape[1]).transpose(2, 3)) * scores.scaling
+    products = torch.matmul(query, _repeat(keys, query.shape[1]).transpose(2, 3)).mul_(scores.scaling)
     if scores.softcap is not None:
         products = torch.tanh(products / scores.softcap) * scores.softcap
     if tile.mask is not None:
-        products = products + tile.mask
+        products = products.add_(tile.mask)
     return torch.softmax(products, dim=-1, dtype=torch.float32)
 
 
@@ -111,14 +111,15 @@ def split_tile(tile: Tile, queries: int, device: torch.device) -> Iterator[Tile]
     """The tile in pieces of at most `queries` queries, each with an explicit mask: bounds the memory of weights."""
     for start in range(tile.start, tile.stop, queries):
         stop = min(start + queries, tile.stop)
-        mask = tile.mask
+        mask, high = tile.mask, tile.high
         if tile.causal:
+            high -= tile.stop - stop  # keys after the last of these queries are hidden from all of them
             own = torch.arange(start, stop, device=device) + (tile.high - tile.stop)  # positions of the queries
-            future = torch.arange(tile.low, tile.high, device=device)[None] > own[:, None]
+            future = torch.arange(tile.low, high, device=device)[None] > own[:, None]
             mask = torch.zeros(future.shape, device=device).masked_fill_(future, float("-inf"))
         elif mask is not None:
             mask = mask[start - tile.start : stop - tile.start]
-        yield Tile(start, stop, tile.low, tile.high, mask)
+        yield Tile(start, stop, tile.low, high, mask)
 
 
 def _cut(query: Tensor, keys: Tensor, values: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:

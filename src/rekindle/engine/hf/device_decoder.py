@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rekindle.codec.packing import LARGEST_RATIO, TABLES
-from rekindle.codec.quantized import GROUP_TOKENS, Coded, Kind, locate_parts
+from rekindle.codec.quantized import GROUP_TOKENS, Coded, CodedFrame, Kind, locate_parts
 from rekindle.codec.quantizer import steps_of
 from rekindle.core.kv import CodedPiece, LayerKv, LayerSpec, Span
 from rekindle.engine.base import CodedFeed
@@ -146,20 +146,26 @@ class JoinedCode:
     @classmethod
     def of(cls, data: Sequence[bytes], kind: Kind, spec: LayerSpec) -> JoinedCode:
         """Raises `ValueError` for bytes that are damaged, as far as that shows, or not alike."""
-        places = locate_parts(data, kind, spec)
-        if len(data) > 1 and spec.tokens % places.coded.group_tokens:
+        if len(data) > 1 and spec.tokens % GROUP_TOKENS:
             raise ValueError(f"{spec.tokens} tokens are not whole groups, and others follow")
-        sizes, numbers = np.array([len(one) for one in data]), places.side_starts[:, -1]
-        starts, first = (np.cumsum(counts) - counts for counts in (sizes, numbers))
-        frames = places.frames + np.stack([starts, np.zeros_like(starts)], axis=-1)[:, None, None]
+        layouts = [locate_parts(one, kind, spec) for one in data]
+        frames, side_starts, sides = list[CodedFrame](), list[int](), list[tuple[int, int, int]]()
+        start = first = 0  # of a layout: its bytes, its numbers of the side
+        for one, places in zip(data, layouts, strict=True):
+            for group in places.groups:
+                frames += [half._replace(start=start + half.start, stop=start + half.stop) for half in group.halves]
+                side_starts.append(first + group.side_start)
+            sides.append((start + places.side_start, places.side_stop - places.side_start, places.side_numbers))
+            start, first = start + len(one), first + places.side_numbers
+        table = np.array(frames, np.int64).reshape(-1, 2, 4)  # [groups, 2]: start, stop, codes a byte, strays
         return cls(
             b"".join(data),
-            replace(places.coded, tokens=len(data) * spec.tokens),
-            frames.reshape(-1, 2, 2),
-            places.per_byte.reshape(-1, 2),
-            places.strays.reshape(-1, 2),
-            np.column_stack([places.sides[:, 0] + starts, places.sides[:, 1], numbers]),
-            (places.side_starts[:, :-1] + first[:, None]).reshape(-1),
+            replace(layouts[0].coded, tokens=len(data) * spec.tokens),
+            np.stack([table[..., 0], table[..., 1] - table[..., 0]], axis=-1),
+            table[..., 2],
+            table[..., 3],
+            np.array(sides, np.int64).reshape(-1, 3),
+            np.array(side_starts, np.int64),
         )
 
     def parts(self, span: Span, start: int, at_a_time: int) -> Iterator[Span]:

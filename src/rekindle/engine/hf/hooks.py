@@ -19,7 +19,7 @@ from rekindle.engine.hf import kernels, kv_kernels
 from rekindle.engine.hf.attention import ScoreParams, Tile, attention_weights, split_tile
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Probe, Reading
 
-_WEIGHT_BYTES = {"cpu": 8 << 20, "mps": 32 << 20, "cuda": 512 << 20}  # the largest block of weights held at a time
+_WEIGHT_BYTES = {"cpu": 2 << 20, "mps": 32 << 20, "cuda": 512 << 20}  # the largest block of weights held at a time
 
 
 def read_attention(
@@ -45,6 +45,9 @@ def read_attention(
             query, keys, places, segments, len(probe.segments), (first, first + count), scores.scaling, scores.window
         )
     elif asked.any() or probe.segments:
+        if probe.sampled:
+            query = query[:, :: heads // keys.shape[1]]
+            heads, received = query.shape[1], received[: query.shape[1]]
         rows = max(1, _WEIGHT_BYTES[device.type] // (4 * heads * end))
         for tile in (piece for whole in tiles for piece in split_tile(whole, rows, device)):
             if not probe.segments and not asked[tile.start : tile.stop].any():

@@ -7,21 +7,21 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from rekindle.core.reply import Reply, SampledToken, TextPiece
 from rekindle.errors import InvalidPrompt
-from rekindle.server.call import Call, plan_header
+from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
-from rekindle.server.job import ChoiceEvent, Finished
+from rekindle.server.job import Finished
 from rekindle.server.openai.translate import (
     completion_logprobs,
     completion_requests,
     prompts_of,
-    request_of_choice,
     usage_of,
 )
-from rekindle.server.reply_fields import new_id, rekindle_of, timings_of
+from rekindle.server.pending_reply import PendingReply, request_of_choice
+from rekindle.server.reply_fields import new_id, timings_of
 from rekindle.server.schema import MAX_CHOICES, CompletionRequest
 
 _MAX_REPLIES = 8 * MAX_CHOICES
@@ -40,20 +40,16 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     asked = [replace(request, adapter=adapter) for request in asked]
     requests = [request_of_choice(request, number) for request in asked for number in range(body.n)]
     events = call.service.answer(requests, call.caller, body)
-    head = {
-        "id": new_id("cmpl"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": adapter or call.service.model,
-    }
+    pending = PendingReply(call, requests[0], events, call.ignored(body), len(requests))
+    head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": pending.model}
     echoes = [_echo(call, prompt) if body.echo else "" for prompt in prompts_of(body.prompt) for _ in range(body.n)]
-    if body.stream:
-        return await call.stream(events, lambda _: _chunks(events, call, body, head, echoes))
-    planned, replies = await call.collect(events, len(requests))
-    choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]
-    stats = {"usage": usage_of(replies, len(asked)), "timings": timings_of(replies[0])}
-    about = rekindle_of(replies[0].reuse, call.ignored(body))
-    return JSONResponse({**head, "choices": choices, **stats, "rekindle": about}, headers=plan_header(planned))
+
+    def whole(replies: list[Reply]) -> dict[str, Any]:
+        choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]
+        stats = {"usage": usage_of(replies, len(asked)), "timings": timings_of(replies[0])}
+        return {**head, "choices": choices, **stats, "rekindle": pending.about(replies[0])}
+
+    return await pending.respond(body.stream, lambda _: _chunks(pending, body, head, echoes), whole)
 
 
 async def _between(call: Call, body: CompletionRequest, suffix: str) -> list[list[int]]:
@@ -79,11 +75,7 @@ def _choice(number: int, reply: Reply, body: CompletionRequest, echo: str) -> di
 
 
 async def _chunks(
-    events: AsyncGenerator[ChoiceEvent, None],
-    call: Call,
-    body: CompletionRequest,
-    head: Mapping[str, Any],
-    echoes: Sequence[str],
+    pending: PendingReply, body: CompletionRequest, head: Mapping[str, Any], echoes: Sequence[str]
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     written = [0 for _ in echoes]  # characters
     sent = [0 for _ in echoes]  # tokens
@@ -101,14 +93,13 @@ async def _chunks(
     for number, echo in enumerate(echoes):
         if echo:
             yield chunk(number, echo)
-    async for item in events:
+    async for item in pending.events:
         if isinstance(item.event, TextPiece):
             yield chunk(item.choice, item.event, item.event.logprobs)
         elif isinstance(item.event, Finished):
             reply = replies[item.choice] = item.event.reply
-            about = rekindle_of(reply.reuse, call.ignored(body))
             last = chunk(item.choice, "", reply.logprobs[sent[item.choice] :], reply.finish_reason)
-            yield {**last, "timings": timings_of(reply), "rekindle": about}
+            yield {**last, "timings": timings_of(reply), "rekindle": pending.about(reply)}
     if body.stream_options is not None and body.stream_options.include_usage:
         ordered = [replies[number] for number in sorted(replies)]
         yield {**head, "choices": [], "usage": usage_of(ordered, len(ordered) // body.n)}

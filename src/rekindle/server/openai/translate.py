@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply, SampledToken, TokenLogprob
 from rekindle.core.request import Options, PromptLike, Request
-from rekindle.server.body import ReplyLength, cache_options, content_text, messages_of
+from rekindle.server.body import ReplyLength, cache_options, content_text, messages_of, sampling_options
 from rekindle.server.errors import ApiError
 from rekindle.server.schema import AskRequest, ChatRequest, CompletionRequest, PromptRequest, SamplingBody
 from rekindle.session.ask import AskOptions
@@ -80,32 +79,16 @@ def prompts_of(given: str | Sequence[Any]) -> list[PromptLike]:
     return list(given)
 
 
-def request_of_choice(request: Request, number: int) -> Request:
-    """The request of the n-th choice: with a seed, each choice gets its own."""
-    seed = request.sampling.seed
-    if number == 0 or seed is None:
-        return request
-    return replace(request, sampling=replace(request.sampling, seed=(seed + number) % _SEEDS))
-
-
 def _options(body: SamplingBody, tenant: str, length: ReplyLength, wanted_tokens: int | None) -> Options:
-    options = cache_options(body, tenant)
-    chosen = body.max_tokens if wanted_tokens is None else wanted_tokens
-    options["max_tokens"] = length.of(chosen)
-    options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
-    for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
-        if (value := getattr(body, name)) is not None:
-            options[name] = value
-    if body.top_k is not None and body.top_k > 0:
-        options["top_k"] = body.top_k
+    options = cache_options(body, tenant) | sampling_options(body)
+    options["max_tokens"] = length.of(body.max_tokens if wanted_tokens is None else wanted_tokens)
+    if body.min_tokens is not None:
+        options["min_tokens"] = body.min_tokens
     if body.logit_bias:
         options["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if body.seed is not None:
         options["seed"] = body.seed % _SEEDS
-    if body.stop:
-        options["stop"] = body.stop
-    grammar = _grammar(body)
-    if grammar is not None:
+    if (grammar := _grammar(body)) is not None:
         options["grammar"] = grammar
     return options
 

@@ -119,7 +119,7 @@ def calibrate(
     if prompts < 2:
         raise InvalidSetting(f"prompts={prompts} is too few: passages of one prompt come from another. Use 2 or more.")
     loras = read_adapters(adapters)
-    advance = progress or _say_nothing
+    advance = progress or (lambda _: None)
     material = None if data is None else Path(data)
     if isinstance(model, (str, os.PathLike)):
         advance("load the model")
@@ -282,7 +282,3 @@ def _about_budget(engine: Engine, found: FoundBudget) -> list[str]:
         most = found.tried[-1].budget
         notes.append(f"Up to a budget of {most:g} the quality is {best:.3f} at best: passages are computed whole.")
     return notes
-
-
-def _say_nothing(_: str) -> None:
-    pass

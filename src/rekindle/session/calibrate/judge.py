@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from rekindle.answers.ask_terms import asking
@@ -67,18 +67,14 @@ def _session(engine: Engine, folder: str) -> Session:
 
 def choose_threshold(judged: Sequence[tuple[float, bool]]) -> JudgeSkill:
     """The lowest threshold whose precision is enough; None as the threshold where none is, or it serves too few."""
-    positive = sum(same for _, same in judged)
-    found = best = JudgeSkill(None, 0.0, 0.0, 0, len(judged))
-    for threshold in sorted({share for share, _ in judged}, reverse=True):
+    positive = max(1, sum(same for _, same in judged))
+    tried = []
+    for threshold in sorted({share for share, _ in judged}):
         served = [same for share, same in judged if share >= threshold]
-        precision, recall = sum(served) / len(served), sum(served) / max(1, positive)
-        tried = JudgeSkill(threshold, precision, recall, len(served), len(judged))
-        if precision >= MIN_PRECISION and recall >= MIN_RECALL and len(served) >= MIN_SERVED:
-            found = tried
-        elif precision > best.precision:
-            best = tried
-    return (
-        found
-        if found.threshold is not None
-        else JudgeSkill(None, best.precision, best.recall, best.served, len(judged))
-    )
+        right = sum(served)
+        tried.append(JudgeSkill(threshold, right / len(served), right / positive, len(served), len(judged)))
+    for one in tried:
+        if one.precision >= MIN_PRECISION and one.recall >= MIN_RECALL and one.served >= MIN_SERVED:
+            return one
+    best = max(reversed(tried), key=lambda one: one.precision, default=JudgeSkill(None, 0.0, 0.0, 0, len(judged)))
+    return replace(best, threshold=None)

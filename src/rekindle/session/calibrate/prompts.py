@@ -107,50 +107,38 @@ def distinct_prompts(
 def donors_of(
     prompts: Sequence[PassagePrompt], questions: Sequence[PassageQuestion], order: random.Random
 ) -> tuple[PassagePrompt, ...]:
-    """Earlier prompts that have every passage of these prompts once, and no two of the same prompt."""
-    return _Packing(prompts, questions, order).donors()
+    """Earlier prompts that have every passage of these prompts once, and no two of the same prompt.
 
-
-class _Packing:
-    def __init__(
-        self, prompts: Sequence[PassagePrompt], questions: Sequence[PassageQuestion], order: random.Random
-    ) -> None:
-        self._order = order
-        self._prompts = prompts
-        self._questions = [one.question for one in questions]
-        self._number = {quote: number for number, prompt in enumerate(prompts) for quote in prompt.quotes}
-        self._first = {prompt.quotes[0] for prompt in prompts}
-        spare = [quote for one in questions for quote in one.paragraphs if quote not in self._number]
-        self._spare = order.sample(spare, len(spare))  # passages of no prompt
-
-    def donors(self) -> tuple[PassagePrompt, ...]:
-        """Each passage goes to an open donor that has none of its own prompt; donors are of different sizes."""
-        growing: list[tuple[int, list[Quote]]] = []  # how many it takes, what it has
-        done: list[list[Quote]] = []
-        for quote in self._order.sample(list(self._number), len(self._number)):
-            number = self._number[quote]
-            free = [donor for donor in growing if all(number != self._number[other] for other in donor[1])]
-            if free:
-                donor = self._order.choice(free)
-            else:
-                donor = (self._order.randint(*DONOR_PASSAGES), [])
-                growing.append(donor)
-            donor[1].append(quote)
-            if len(donor[1]) == donor[0]:
-                growing.remove(donor)
-                done.append(donor[1])
-        return tuple(self._donor(quotes) for quotes in (*done, *(quotes for _, quotes in growing)))
-
-    def _donor(self, quotes: list[Quote]) -> PassagePrompt:
-        """Filled up with passages of no prompt; none begins with a passage that its own prompt begins with."""
-        while len(quotes) < DONOR_PASSAGES[0] and self._spare:
-            quotes.append(self._spare.pop())
-        quotes.sort(key=lambda quote: quote in self._first)  # stable
-        if quotes[0] in self._first and self._spare:
-            quotes.insert(0, self._spare.pop())
-        own = {self._prompts[self._number[quote]].question for quote in quotes if quote in self._number}
-        others = [question for question in self._questions if question not in own] or [_NO_QUESTION]
-        return PassagePrompt(self._order.choice(others), tuple(quotes))
+    Each passage goes to an open donor that has none of its own prompt; donors are of different sizes.
+    """
+    number = {quote: at for at, prompt in enumerate(prompts) for quote in prompt.quotes}
+    spare = [quote for one in questions for quote in one.paragraphs if quote not in number]
+    spare = order.sample(spare, len(spare))  # passages of no prompt
+    growing: list[tuple[int, list[Quote]]] = []  # how many it takes, what it has
+    done: list[list[Quote]] = []
+    for quote in order.sample(list(number), len(number)):
+        free = [donor for donor in growing if all(number[quote] != number[other] for other in donor[1])]
+        if free:
+            donor = order.choice(free)
+        else:
+            donor = (order.randint(*DONOR_PASSAGES), [])
+            growing.append(donor)
+        donor[1].append(quote)
+        if len(donor[1]) == donor[0]:
+            growing.remove(donor)
+            done.append(donor[1])
+    first = {prompt.quotes[0] for prompt in prompts}
+    donors = []
+    for quotes in (*done, *(quotes for _, quotes in growing)):
+        while len(quotes) < DONOR_PASSAGES[0] and spare:
+            quotes.append(spare.pop())
+        quotes.sort(key=lambda quote: quote in first)  # stable: none begins with what its own prompt begins with
+        if quotes[0] in first and spare:
+            quotes.insert(0, spare.pop())
+        own = {prompts[number[quote]].question for quote in quotes if quote in number}
+        others = [one.question for one in questions if one.question not in own] or [_NO_QUESTION]
+        donors.append(PassagePrompt(order.choice(others), tuple(quotes)))
+    return tuple(donors)
 
 
 def _questions(records: Iterable[Any]) -> Iterator[PassageQuestion]:

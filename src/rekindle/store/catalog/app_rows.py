@@ -81,35 +81,30 @@ class Allows(Protocol):
     def __call__(self, connection: sqlite3.Connection, size_bytes: int, /) -> bool: ...
 
 
-@dataclass(frozen=True)
-class AppAccess:
-    """A use of blocks by an app, or without an app name.
-
-    `requests` is the number of requests to count with it.
-    """
-
-    app: AppRef | None
-    places: Sequence[UsedBlocks]
-    at: float
-    allows: Allows
-    requests: int = 0
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        """Record it if there is room, and unless everything was removed since."""
-        (cleared,) = connection.execute("SELECT CAST(cleared AS REAL) FROM totals").fetchone()
-        if cleared - _LATE_SECONDS <= self.at <= cleared:  # anything older came from a wrong clock
-            return
-        if self.app is None:
-            for place in self.places:
-                if _has_users(connection, place.extent):
-                    add_user(connection, place, NOBODY, self.at, self.allows)
-            return
-        id = record_request(connection, self.app, self.at, self.allows, self.requests)
-        for place in self.places:
-            if not _has_users(connection, place.extent):  # it was kept without an app name
-                add_user(connection, _whole(connection, place), NOBODY, self.at, self.allows)
-            if id is not None:
-                add_user(connection, place, id, self.at, self.allows)
+def record_use(
+    connection: sqlite3.Connection,
+    app: AppRef | None,
+    places: Sequence[UsedBlocks],
+    at: float,
+    allows: Allows,
+    requests: int = 0,
+) -> None:
+    """Record a use of blocks by an app, or without an app name, if there is room, and unless everything was removed
+    since. `requests` is the number of requests to count with it."""
+    (cleared,) = connection.execute("SELECT CAST(cleared AS REAL) FROM totals").fetchone()
+    if cleared - _LATE_SECONDS <= at <= cleared:  # anything older came from a wrong clock
+        return
+    if app is None:
+        for place in places:
+            if _has_users(connection, place.extent):
+                add_user(connection, place, NOBODY, at, allows)
+        return
+    id = record_request(connection, app, at, allows, requests)
+    for place in places:
+        if not _has_users(connection, place.extent):  # it was kept without an app name
+            add_user(connection, _whole(connection, place), NOBODY, at, allows)
+        if id is not None:
+            add_user(connection, place, id, at, allows)
 
 
 def record_request(
@@ -220,9 +215,9 @@ def any_known(connection: sqlite3.Connection) -> bool:
 def add_user(connection: sqlite3.Connection, place: UsedBlocks, app: int, now: float, allows: Allows) -> None:
     """Record that an app used an extent's first blocks; nothing happens if the number now means another extent.
 
-    Rows are bounded, per extent and in total. A deleted row leaves space for a new one, so the catalog does not grow.
-    If nothing can be deleted, the extent ends up without users: an incomplete list would be worse, because the extent
-    would be taken for private when the listed apps are killed.
+    Rows are bounded, per extent and in total. An incomplete list would be worse than none, because the extent would be
+    taken for private when the listed apps are killed: one user without a name stands for those who find no room among
+    the others, and an extent for which there is no row at all ends up without users.
     """
     if connection.execute("SELECT 1 FROM extents WHERE id=? AND name=?", (place.extent, place.name)).fetchone() is None:
         return
@@ -231,13 +226,10 @@ def add_user(connection: sqlite3.Connection, place: UsedBlocks, app: int, now: f
         own, every = connection.execute(
             "SELECT (SELECT count(*) FROM app_uses WHERE extent=?), (SELECT count(*) FROM app_uses)", (place.extent,)
         ).fetchone()
-        if own >= MAX_USERS:
-            _merge_user(connection, place.extent)
-        elif every >= MAX_ROWS or not allows(connection, _USER_BYTES):
-            if own == every:  # no other extent could give up a row
-                connection.execute("DELETE FROM app_uses WHERE extent=?", (place.extent,))
-                return
-            _drop_users(connection, place.extent)
+        if every >= MAX_ROWS or not allows(connection, _USER_BYTES):
+            connection.execute("DELETE FROM app_uses WHERE extent=?", (place.extent,))
+            return
+        app = NOBODY if own >= MAX_USERS else app
     connection.execute(
         "INSERT INTO app_uses VALUES (?,?,?,?) ON CONFLICT (extent, app) DO UPDATE SET last=max(last, excluded.last), "
         "used=excluded.used",
@@ -341,43 +333,13 @@ def _forget(connection: sqlite3.Connection, tenant: str) -> None:
     (id,) = connection.execute(
         "SELECT id FROM apps WHERE tenant=? ORDER BY state<>'killed', seen, id LIMIT 1", (tenant,)
     ).fetchone()
-    for (extent,) in connection.execute("SELECT extent FROM app_uses WHERE app=?", (id,)).fetchall():
-        _unname(connection, extent, id)
+    connection.execute(
+        "INSERT INTO app_uses SELECT extent, 0, last, used FROM app_uses WHERE app=? "
+        "ON CONFLICT (extent, app) DO UPDATE SET last=max(last, excluded.last)",
+        (id,),
+    )
+    connection.execute("DELETE FROM app_uses WHERE app=?", (id,))
     connection.execute("DELETE FROM apps WHERE id=?", (id,))
-
-
-def _unname(connection: sqlite3.Connection, extent: int, app: int) -> None:
-    """Turn an app's use of an extent into one without a name, so that the extent is never taken for private."""
-    (last,) = connection.execute("SELECT last FROM app_uses WHERE extent=? AND app=?", (extent, app)).fetchone()
-    connection.execute("UPDATE app_uses SET last=max(last, ?) WHERE extent=? AND app=0", (last, extent))
-    connection.execute("UPDATE OR IGNORE app_uses SET app=0 WHERE extent=? AND app=?", (extent, app))
-    connection.execute("DELETE FROM app_uses WHERE extent=? AND app=? AND app<>0", (extent, app))
-
-
-def _merge_user(connection: sqlite3.Connection, extent: int) -> None:
-    """Free a row for another user of an extent: a killed app goes, else the oldest loses its name."""
-    app, state = connection.execute(
-        "SELECT u.app, a.state FROM app_uses u LEFT JOIN apps a ON a.id=u.app WHERE u.extent=? AND u.app<>0 "
-        "ORDER BY a.state IS NOT 'killed', u.used LIMIT 1",
-        (extent,),
-    ).fetchone()
-    if state == "killed":
-        connection.execute("DELETE FROM app_uses WHERE extent=? AND app=?", (extent, app))
-    else:
-        _unname(connection, extent, app)
-
-
-def _drop_users(connection: sqlite3.Connection, extent: int) -> None:
-    """Free rows by removing all users of another extent, so that it is never taken for private.
-
-    An extent that no killed app used, if there is one, else the least recently used.
-    """
-    (other,) = connection.execute(
-        "SELECT u.extent FROM app_uses u LEFT JOIN apps a ON a.id=u.app WHERE u.extent<>? GROUP BY u.extent "
-        "ORDER BY total(a.state IS 'killed')>0, max(u.used) LIMIT 1",
-        (extent,),
-    ).fetchone()
-    connection.execute("DELETE FROM app_uses WHERE extent=?", (other,))
 
 
 def _has_users(connection: sqlite3.Connection, extent: int) -> bool:

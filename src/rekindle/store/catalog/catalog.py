@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, KvSpace, NodeKey, layout_text
 from rekindle.store.catalog.database import Database
-from rekindle.store.prefix_index import BlockRef, Neighbour
+from rekindle.store.prefix_index import BlockRef, Neighbour, Piece
 
 
 @dataclass(frozen=True)
@@ -415,25 +415,16 @@ _ACCESSES_A_TRANSACTION = 16
 _MAX_ACCESSES = 10_000  # kept while the catalog cannot be written
 
 
-class Access(Protocol):
-    """A use of KV, to be written to the catalog."""
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        """Update its rows, if they still mean the same extent."""
+Access = Callable[[sqlite3.Connection], None]  # writes a use of KV, if its rows still mean the same extent
 
 
-@dataclass(frozen=True)
-class BlockAccess:
-    """A use of an extent's blocks up to and including `last`, and the time it saved."""
-
-    extent: int
-    name: str
-    last: int
-    at: float
-    saved_ms: float
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        touch(connection, self.extent, self.name, self.last, self.at, self.saved_ms)
+def uses_of(pieces: Iterable[Piece], at: float, saved_ms_a_token: float) -> list[Access]:
+    """The uses of those pieces that are in this folder, and the time they saved."""
+    return [
+        partial(touch, id=p.extent, name=p.name, last=p.last, now=at, saved_ms=saved_ms_a_token * len(p.span))
+        for p in pieces
+        if p.tier is None
+    ]
 
 
 class AccessLog:
@@ -473,6 +464,6 @@ class AccessLog:
 
 def _write(connection: sqlite3.Connection, access: Access) -> None:
     try:
-        access.write(connection)
+        access(connection)
     except (TypeError, ValueError, OverflowError) as error:  # a value that SQLite cannot store or encode
         log.debug("a use was not recorded: %s", error)

@@ -9,7 +9,7 @@ kv_spaces     what must be equal for KV to be interchangeable. Unreferenced ones
 identities    the fields of a KV space's identity, to say how two models differ.
 variants      one row per variant of a chunk: where in a chain its KV is (a view, no copy), and its attention scores.
               A row whose blocks were removed is useless, and is removed when it is met.
-fingerprints  where the grams of stored text lie (core/fingerprints), one place for each key of a KV space: the position
+fingerprints  where the grams of stored text lie (store/text_index), one place for each key of a KV space: the position
               behind the gram in its chain, and by how much it was computed elsewhere. Bounded; the oldest go.
 requests      recent requests and their reuse, for `explain`: a bounded number, the oldest go.
 apps          one row per app that sent requests: its state, the process it is tied to, and a digest of its salt.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import struct
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,8 +134,8 @@ def listing(digester: Digester, kv_space_digest: str, location: ChunkLocation, v
 
 
 @dataclass(frozen=True)
-class ChunkView:
-    """The blocks of one KV space, in one transaction; see `catalog.View`. Blocks that may not be used are left out.
+class ChunkView(catalog.View):
+    """The blocks of one KV space, in one transaction. Blocks that may not be used are left out.
 
     A chunk's KV is found from its end, walking back to its beginning:
 
@@ -147,11 +147,6 @@ class ChunkView:
     The last block may be kept again, longer, when its prompt continues: any child of the parent that begins with the
     tail is right. Above it, each extent names its parent node.
     """
-
-    connection: sqlite3.Connection
-    kv_space: int
-    fresh: catalog.Fresh
-    lost: Container[str] = ()
 
     def find_pieces(self, location: ChunkLocation, tokens: bytes) -> tuple[Piece, ...] | None:
         """The pieces that hold a chunk of these tokens, in order, with spans counted from the root.
@@ -200,7 +195,7 @@ class ChunkView:
         row = self.connection.execute(select, (extent, place)).fetchone()
         return None if row is None else row[0]
 
-    def tokens(self, extent: int, first: int, stop: int) -> bytes:
+    def block_tokens(self, extent: int, first: int, stop: int) -> bytes:
         """The tokens of an extent's blocks from place `first` up to `stop`, as many as there are."""
         select = "SELECT tokens FROM blocks WHERE extent=? AND place>=? AND place<? ORDER BY place"
         return b"".join([part for (part,) in self.connection.execute(select, (extent, first, stop))])
@@ -260,21 +255,11 @@ def drop(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
             catalog.cut(connection, extent, 0)
 
 
-@dataclass(frozen=True)
-class VariantAccess:
-    """A use of a variant, which adds to its frequency."""
-
-    id: int
-    digest: ChunkDigest
-    gain: float
-    at: float
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        """Count it, if the number still means the same chunk."""
-        connection.execute(
-            "UPDATE variants SET frequency=frequency+?, used=max(used, ?) WHERE id=? AND digest=?",
-            (self.gain, self.at, self.id, self.digest),
-        )
+def count_use(connection: sqlite3.Connection, id: int, digest: ChunkDigest, gain: float, at: float) -> None:
+    """Add a use of a variant to its frequency, if the number still means the same chunk."""
+    connection.execute(
+        "UPDATE variants SET frequency=frequency+?, used=max(used, ?) WHERE id=? AND digest=?", (gain, at, id, digest)
+    )
 
 
 def sweep(database: Database) -> None:

@@ -1,0 +1,1 @@
+"""A transformers model in somebody else's loop: `rekindle.attach`."""

@@ -1,1 +1,0 @@
-"""Rekindle inside other people's code: transformers loops, LangChain, LlamaIndex."""

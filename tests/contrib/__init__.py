@@ -1,0 +1,1 @@
+THOROUGH = True  # left out of `make quick`, not even imported
