@@ -164,13 +164,26 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rekindle.cache.inflight._WRITE_SECONDS", 120.0)
 
 
-@pytest.fixture(autouse=True)
-def unmeasured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model may compute sooner than it loads: a test of reuse must not depend on which. Real models measure."""
-    if not any(request.node.get_closest_marker(name) for name in ("real", "docs", "measured_costs")):
-        from rekindle.cache.cost import AlwaysReuse
+@pytest.fixture(scope="session", autouse=True)
+def unmeasured() -> Iterator[None]:
+    """A model may compute sooner than it loads, a busy machine may for once: a test of reuse must not depend on that.
 
-        monkeypatch.setattr("rekindle.cache.stored_kv.recall_costs", lambda engine: AlwaysReuse())
+    For sessions that several tests share, too.
+    """
+    from rekindle.cache.cost import AlwaysReuse
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rekindle.cache.stored_kv.recall_costs", lambda engine: AlwaysReuse())
+        yield
+
+
+@pytest.fixture(autouse=True)
+def measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of costs have those of the machine."""
+    if request.node.get_closest_marker("measured_costs"):
+        from rekindle.cache.cost import recall_costs
+
+        monkeypatch.setattr("rekindle.cache.stored_kv.recall_costs", recall_costs)
 
 
 @pytest.fixture(scope="module")
