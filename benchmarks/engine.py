@@ -24,7 +24,7 @@ from rekindle.errors import InvalidSetting
 from rekindle.session.generate import Generation
 from rekindle.session.prompt import PromptTokens
 
-SIZES = (64, 256, 1024)
+SIZES, FEW = (64, 256, 1024), (12, 32)
 LONG = 8192  # the size of the long measurements on an accelerator
 SUFFIX = 64
 QUESTION = 30
@@ -62,7 +62,7 @@ class _EngineMeasure:
     def prefill(self, report: Report) -> None:
         """A whole prompt, up to the logits of its last token."""
         table: list[dict[str, Any]] = []
-        for size in SIZES:
+        for size in (*FEW, *SIZES):
             tokens = self._tokens[:size]
             sequence = self._open(size)
             jobs = {"model": partial(self._forward, tokens), "ours": partial(self._fill, sequence, tokens)}

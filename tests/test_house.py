@@ -26,7 +26,9 @@ LIMITS = {"rekindle": (50_335, 341), "benchmarks": (12_465, 110)}
 
 # What later changes may add to that: (part, code lines, modules, what was added and why). When a change makes the tree
 # smaller, it folds these into the limits.
-LEDGER: tuple[tuple[str, int, int, str], ...] = ()
+LEDGER: tuple[tuple[str, int, int, str], ...] = (
+    ("rekindle", 19, 1, "a question behind known KV computes in 0.55 to 0.75 of the time on AVX-512"),
+)
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
 

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from rekindle.core.kv import KvLayout, KvType, LayerShape
 from rekindle.engine.hf.attention import ScoreParams
 from rekindle.engine.hf.device import stable_matmul
+from rekindle.engine.hf.few_tokens import speed_up
 from rekindle.engine.hf.lora import AdapterSpans, LoraAdapters
 from rekindle.engine.hf.rope import SURVEY_SHIFT, Rope, RopeShifter, Rotation
 from rekindle.errors import UnsupportedModel
@@ -265,6 +266,7 @@ class Decoder:
         self.vocabulary_size = int(self.config.vocab_size)
         self._refuse_by_config(model)
         self._twin = _twin_of(model)
+        speed_up(self._twin)
         base = self._twin.get_decoder()
         layers = _find_layers(base, int(self.config.num_hidden_layers))
         if layers is None:

@@ -47,7 +47,7 @@ class _Adapted:
         self.parts: dict[str, _LoraMatrices] = {}  # by the digest of the adapter
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        out = functional.linear(hidden, self._layer.weight, self._layer.bias)
+        out = type(self._layer).forward(self._layer, hidden)
         for start, stop, adapter in self._adapter_spans():
             if adapter is not None and (part := self.parts.get(adapter)) is not None:
                 low = functional.linear(hidden[0, start:stop], part.down)
