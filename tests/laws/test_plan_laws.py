@@ -53,8 +53,8 @@ plain_cuts = st.builds(PrefillSteps, token_limit=st.integers(1, 600))
 
 
 def cost(plan: Plan, rates: Rates) -> float:
-    """What the steps of a plan take, added up here."""
-    total = 0.0
+    """What the steps of a plan take, added up here. The pieces on a tier are one load."""
+    total, tiers = 0.0, set[str]()
     for step in plan.steps:
         if isinstance(step, Compute):
             fixed, per_token, per_pair = rates.compute
@@ -62,7 +62,8 @@ def cost(plan: Plan, rates: Rates) -> float:
             total += fixed + per_token * count + per_pair * count * (step.span.start + count / 2)
         elif step.tier != "engine":
             fixed, per_byte = rates.load[step.tier]
-            total += fixed + per_byte * len(step.span) * TOKEN_BYTES
+            total += (0.0 if step.tier in tiers else fixed) + per_byte * len(step.span) * TOKEN_BYTES
+            tiers.add(step.tier)
     return total
 
 
@@ -192,6 +193,13 @@ def test_what_is_fast_is_loaded_and_what_hangs_on_a_slow_tier_is_computed() -> N
     rates = Rates((0.0, 1e-3, 0.0), {"memory": (0.0, 1e-6), "disk": (0.0, 1.0)})
     plan = make_plan(Matches(700, 0, stored), rates, PrefillSteps(2048))
     assert plan.loads == (Load(Span(0, 300), "memory"),)
+
+
+def test_the_end_of_a_prompt_in_a_piece_of_its_own_is_loaded_with_the_rest() -> None:
+    """Computing 12 tokens takes 12 ms, a load 10 ms and hardly more for the second piece."""
+    stored = (Found(Span(0, 224), "disk", 224 * TOKEN_BYTES), Found(Span(224, 235), "disk", 11 * TOKEN_BYTES))
+    rates = Rates((0.0, 1e-3, 0.0), {"disk": (1e-2, 1e-7)})
+    assert make_plan(Matches(236, 0, stored), rates, PrefillSteps(2048)).reused == 235
 
 
 @given(some_matches(), some_rates, some_cuts)

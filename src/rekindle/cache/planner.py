@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,7 +10,7 @@ from itertools import pairwise
 from rekindle.cache.cost import Rates
 from rekindle.cache.matches import Matches
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Load, Plan, Step
+from rekindle.core.plan import Compute, Load, Plan, Step, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,15 @@ def _computing(start: int, matches: Matches, cut: PrefillSteps) -> tuple[Step, .
 
 
 def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float:
-    """Seconds of the steps one after the other, though they may overlap."""
+    """Seconds of the steps one after the other, though they may overlap. What comes from one tier is one load, as it
+    was when it was measured: a further piece costs its bytes."""
     token_bytes = matches.stored[0].size_bytes // len(matches.stored[0].span) if matches.stored else 0
     beside = {found.span.start: found.beside_bytes for found in matches.stored}
+    load_bytes: Counter[Tier] = Counter()
     total = 0.0
     for step in steps:
         if isinstance(step, Load):
-            more = beside.get(step.span.start, 0)
-            total += rates.load_seconds(step.tier, len(step.span) * token_bytes + more)
+            load_bytes[step.tier] += len(step.span) * token_bytes + beside.get(step.span.start, 0)
         elif isinstance(step, Compute):
             total += rates.compute_seconds(step.span)
-    return total
+    return total + sum(rates.load_seconds(*load) for load in load_bytes.items())
