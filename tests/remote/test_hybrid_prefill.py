@@ -297,6 +297,24 @@ def test_the_first_step_is_short_because_the_machine_may_be_busy(prefill: type[S
     sequence.close()
 
 
+@pytest.mark.parametrize(("long", "measured"), [(0.0, True), (1e9, False)])
+def test_a_link_that_brought_nothing_for_long_counts_as_slow(
+    long: float, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would be measured otherwise, and the next prompt would try again."""
+    monkeypatch.setattr("rekindle.remote.transfer_queue.AT_A_TIME_SECONDS", long)
+    prompt, bandwidth = _fake_prompt(), Bandwidth()
+    carrier = Carrier(prompt.kv, prompt.cells, most=0, hang=True)
+    link = TransferQueue(carrier, bandwidth)
+    link.want(Cell(0, layer) for layer in range(prompt.cells.layers))
+    assert carrier.hangs.wait(60.0)
+    link.close()
+    known = bandwidth.bytes_per_second()
+    link.close()
+    assert (known is not None) == measured
+    assert bandwidth.bytes_per_second() == known
+
+
 @by_layer
 def test_a_step_ends_at_the_layer_where_it_is_told(prompt: Prompt) -> None:
     engine, tokens, span = prompt.engine, prompt.tokens, prompt.cells.span(0)

@@ -161,6 +161,10 @@ class TransferQueue:
     def close(self) -> None:
         """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""
         with self._changed:
+            now = time.monotonic()
+            if self._flying and not self._closed and not self._arrivals and now - self._since > AT_A_TIME_SECONDS:
+                # Nothing came all the while: at most so fast. Else the link would never be measured, and tried again.
+                self._bandwidth.add(TransferSample(self._size_bytes(self._flying[0]), now - self._since, now))
             self._closed = True
             self._changed.notify_all()
             source = self._source
