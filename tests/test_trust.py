@@ -50,7 +50,7 @@ def test_a_cloned_repository_has_no_token_sent_to_its_server(
     cloned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     monkeypatch.setattr(streams, "MAX_PATIENCE_SECONDS", 30.0)  # the server is asked before anything is computed
     monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 100.0, 0.0)))
     monkeypatch.setenv("HOME", str(tmp_path))

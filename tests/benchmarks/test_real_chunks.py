@@ -47,7 +47,7 @@ def test_bench_chunks_prints_its_fields(tmp_path: Path, shorter: None) -> None:
     (stream,) = told["streams"].values()
     # Passages that were computed beforehand need not be computed again.
     assert stream["warmed"]["computed_tokens"] < stream["computed_tokens_prefix"] and stream["questions"] == 2
-    assert told["endurance"]["questions"] == 6 and len(told["endurance"]["windows"]) == 2
+    assert told["endurance"]["questions"] == 6 and len(told["endurance"]["windows"]) == chunk_endurance.QUICK_WINDOWS
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 

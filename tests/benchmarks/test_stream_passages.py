@@ -16,7 +16,7 @@ TEXT = "The keeper lights the lamp at dusk and writes the hour into the book. Th
 
 def test_one_row_for_each_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     monkeypatch.setattr(stream_passages, "RATIOS", (0.01, 1.0))
     monkeypatch.setattr(stream_passages, "_ROUNDS", 1)
     engine, said = FakeEngine(), list[str]()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from rekindle.core.kv import Span
-from rekindle.engine.base import HeldKv, Logits, Row, StayingFeed
+from rekindle.engine.base import EngineSequence, HeldKv, Logits, Row, StayingFeed
 from rekindle.engine.batching import BatchingEngine
 from rekindle.engine.fairness import FairShare, Requester, taking
 from rekindle.engine.fake import FakeEngine
 from rekindle.engine.hooks import KvDrift
-from rekindle.engine.step_scheduler import StepCall, StepScheduler
+from rekindle.engine.step_scheduler import StepCall, StepPart, StepScheduler
 from rekindle.errors import Cancelled, Closed, KvLost, OutOfMemory, StepRefused
 
 
@@ -54,12 +54,14 @@ class Asking(threading.Thread):
         self.said: list[int] = []
         self.logits: list[np.ndarray] = []
         self.error: BaseException | None = None
+        self.comes_back = True
 
     def run(self) -> None:
         try:
             with taking(self.turn):
                 row = Row.following(self.sequence, self.prompt)
-                for _ in range(self.tokens):
+                for left in reversed(range(self.tokens)):
+                    self.comes_back = left > 0
                     (logits,) = self.engine.step([row], self.cancelled.is_set)
                     self.logits.append(logits)
                     self.said.append(int(logits[-1].argmax()))
@@ -81,8 +83,21 @@ def together(engine: Watched, asking: Sequence[Asking]) -> None:
 
 @pytest.fixture
 def company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were in the last step are waited for, however slow this machine gives them a core."""
-    monkeypatch.setattr("rekindle.engine.batching._RETURN_SECONDS", 1.0)
+    """Those of the last step that come back are waited for, however late this machine gives them a core."""
+    opened: dict[EngineSequence, Asking] = {}
+    start, computed = Asking.start, StepScheduler.computed
+
+    def noted(self: Asking) -> None:
+        opened[self.sequence] = self
+        start(self)
+
+    def without_those_that_end(self: StepScheduler, step: Sequence[StepPart], seconds: float) -> None:
+        computed(self, step, seconds)
+        self.returning = {one for one in self.returning if one in opened and opened[one].comes_back}
+
+    monkeypatch.setattr(Asking, "start", noted)
+    monkeypatch.setattr(StepScheduler, "computed", without_those_that_end)
+    monkeypatch.setattr("rekindle.engine.batching._RETURN_SECONDS", 60.0)
     monkeypatch.setattr(StepScheduler, "_sharing_pays", True)  # whether it does is measured: noise where others work
 
 
@@ -146,7 +161,6 @@ def test_without_sharing_every_row_is_computed_alone_and_whole() -> None:
     assert sorted(step[0] for step in inner.steps) == [1] * 15 + [90] * 3
 
 
-@pytest.mark.usefixtures("company")
 @pytest.mark.usefixtures("company")
 def test_a_long_prompt_is_cut_so_that_replies_go_on_meanwhile() -> None:
     inner = Watched()
@@ -257,16 +271,16 @@ def test_a_caller_that_is_interrupted_while_it_waits_leaves_once_its_sequence_is
 
 
 def meet(inner: Watched, first: Asking, others: Sequence[Asking]) -> None:
-    """The others wait together behind `first`, which is in the middle of a step."""
+    """The others wait behind `first`, which is in the middle of a step, in their order."""
     inner.go.clear()
     inner.entered.clear()
     first.start()
     assert inner.entered.wait(30)
-    for request in others:
-        request.start()
     engine: Any = first.engine
-    while engine._arrivals.qsize() < len(others):
-        threading.Event().wait(0.001)
+    for number, request in enumerate(others, 1):
+        request.start()
+        while engine._arrivals.qsize() < number:
+            threading.Event().wait(0.001)
     inner.go.set()
     for request in (first, *others):
         request.join(60)
@@ -277,6 +291,7 @@ class Recomputing(Asking):
     """A request whose prompt is there: of a passage from another prompt it computes every third token, and its last."""
 
     def run(self) -> None:
+        self.comes_back = False
         try:
             with taking(self.turn):
                 self.logits = self.engine.step([self.row()])

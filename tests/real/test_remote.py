@@ -35,7 +35,7 @@ def test_passages_come_and_the_reply_is_nearly_the_exact_one(
     smollm2: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     key = SigningKey.new()
     with Session(smollm2, cache="off") as publisher:
         for text in TEXTS[1:]:
@@ -68,7 +68,7 @@ def test_a_gguf_takes_the_beginning_of_a_prompt_from_an_origin(
 ) -> None:
     """Whole chunks of tokens, computed from the front while the others come; an exact reply is that without."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     key, context = SigningKey.new(), " ".join(PASSAGES.values())
     with Session("smollm2", engine="llamacpp", cache="off") as publisher:
         with computed(publisher, Request.of([{"role": "user", "content": context}])) as source:

@@ -52,7 +52,7 @@ APPROXIMATE: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3}
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of these tests is small: as if its prompts were worth streaming."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ SERVED_AT = "http://127.0.0.1:8378"
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are small: as if their prompts were worth streaming."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 1.0, 0.0)))
 
 

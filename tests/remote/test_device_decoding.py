@@ -48,7 +48,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (layer_loader, hf_engine):
         monkeypatch.setattr(module, "decodes_on", lambda _: True)
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 1.0, 0.0)))
 
 

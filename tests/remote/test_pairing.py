@@ -39,7 +39,7 @@ TEXT = "The keeper lights the lamp at dusk and writes the hour into the book. " 
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are small: as if their prompts were worth streaming."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 1.0, 0.0)))
 
 

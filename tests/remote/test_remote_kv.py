@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,9 @@ from rekindle import Session
 from rekindle.cache import cost
 from rekindle.cache.explain import Explanation
 from rekindle.cache.matches import Matches
+from rekindle.core.cells import Cell
 from rekindle.core.request import Request
+from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.remote import remote_kv as streams
@@ -26,9 +28,11 @@ from rekindle.remote.latency import Bandwidth, TransferSample, recall_bandwidth
 from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey, make_secret
+from rekindle.remote.transfer_queue import ArrivedKv, OriginSlices
 from rekindle.session.publish import computed, levels_of
 from rekindle.store import history
 from tests.parity.engines import make
+from tests.server.serving import eventually
 
 PROMPT = "The keeper lights the lamp at dusk and writes the hour into the book. " * 6
 LEVELS = "raw,q8"
@@ -63,7 +67,7 @@ def publish(folder: Path, *, encrypted: bool) -> Published:
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of these tests is small: as if its prompts were worth streaming."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 1.0, 0.0)))
 
 
@@ -108,8 +112,14 @@ def test_a_prompt_comes_partly_from_the_origin(either: Published, alone: Any, le
         assert again.reuse.streamed == 0 and again.reuse.computed <= 1 and again.tokens == reply.tokens
 
 
+SHARE = streams.MIN_SHARE
+
+
 @pytest.mark.usefixtures("origin_first")
-def test_a_slow_link_is_left_alone_for_a_while(published: Published, alone: Any, tmp_path: Path) -> None:
+def test_a_slow_link_is_left_alone_for_a_while(
+    published: Published, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MIN_SHARE", SHARE)
     with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
         remote = session.cache.remote
         assert isinstance(remote, streams.RemoteKv)
@@ -125,10 +135,50 @@ def test_a_slow_link_is_left_alone_for_a_while(published: Published, alone: Any,
 def test_where_even_a_fast_link_is_slower_than_computing_the_origin_is_not_asked(
     published: Published, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(streams, "MIN_SHARE", SHARE)
     monkeypatch.setattr(streams, "FAST_LINK", 1.0)  # computing is faster than a byte a second
     with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
         reply = session.generate(PROMPT + "And then", max_tokens=8)
         assert (reply.tokens, reply.reuse.streamed, reply.reuse.origin_miss) == (alone.tokens, 0, "slow")
+
+
+@pytest.mark.parametrize("brings", ["nothing", "slices"])
+def test_until_an_unknown_link_brings_slices_the_prompt_is_computed_as_if_there_were_none(
+    published: Published, alone: Any, brings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MIN_SHARE", SHARE)
+    come, carry, compute = threading.Event(), OriginSlices.carry, FakeEngine.step
+    steps: list[int] = []
+
+    def carry_later(self: OriginSlices, cells: Sequence[Cell]) -> Iterator[tuple[Cell, ArrivedKv]]:
+        assert come.wait(30)
+        return carry(self, cells)
+
+    def step(self: FakeEngine, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        if len(rows[0].tokens) > 1:
+            steps.append(len(rows[0].tokens))
+        if brings == "slices":  # while the first step is computed
+            come.set()
+            assert cancelled is not None
+            if len(steps) == 1:
+                eventually(cancelled)
+        return compute(self, rows, cancelled)
+
+    monkeypatch.setattr(OriginSlices, "carry", carry_later)
+    monkeypatch.setattr(FakeEngine, "step", step)
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+    come.set()
+    assert reply.tokens == alone.tokens
+    assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
+    if brings == "nothing":
+        assert (
+            sum(steps) == reply.usage.prompt_tokens
+            and reply.reuse.origin_miss in ("slow", "late")
+            and not reply.reuse.streamed
+        )
+    else:
+        assert reply.reuse.streamed > 0 and reply.reuse.origin_miss is None
 
 
 @pytest.mark.usefixtures("origin_first")

@@ -32,7 +32,7 @@ ASKED: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 def served(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A server of one place, whose origin has the prompt, and whose engine waits for `go`."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "FAST_LINK", 1e12)
+    monkeypatch.setattr(streams, "MIN_SHARE", 0.0)
     key, files = SigningKey.new(), tmp_path / "files"
     with Session(FakeEngine(), cache="off") as session, computed(session, Request.of(PROMPT)) as source:
         Publisher(files, key).publish(source, levels_of("raw", session))

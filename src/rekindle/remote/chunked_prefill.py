@@ -21,7 +21,7 @@ from rekindle.cache.context import Context
 from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.matches import Matches
-from rekindle.cache.prefill import Prefill, PrefillResult
+from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.chunks.match import WriteNonprefixKv
 from rekindle.chunks.prefill import ChunkPrefill
@@ -81,13 +81,14 @@ class ChunkedPrefill:
             first, last = (begun - self.begun + token_seconds * place for place in own)
             self.events.append(TimelineEvent("compute", name, 0, layers, first, last))
 
-    def end(self) -> PrefillResult:
-        """Compute the rest."""
+    def end(self, stops: IsCancelled = lambda: False) -> PrefillResult:
+        """Compute the rest. Raises `Cancelled` also when `stops`."""
+        work = replace(self.work, cancelled=lambda: stops() or self.work.cancelled())
         if self._first is None:
-            return self._run(self.work, self.plan)
+            return self._run(work, self.plan)
         left = [step.span for step in self.plan.computes if step.span.stop > self.at]
         rest = tuple(Compute(Span(max(span.start, self.at), span.stop)) for span in left)
-        result = self._run(self.work, Plan(self.plan.tokens, (Load(Span(0, self.at), "engine"), *rest)))
+        result = self._run(work, Plan(self.plan.tokens, (Load(Span(0, self.at), "engine"), *rest)))
         return self.make_result(result.logits, (*self.computed_before(rest[0].span.start), *rest))
 
     def _run(self, work: Prefill, plan: Plan) -> PrefillResult:

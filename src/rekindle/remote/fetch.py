@@ -77,10 +77,10 @@ class RemotePrefixFetch(TransferQueue):
                 return "late"
             return "failed" if self.failed is not None and not self.arrived_cells else self._miss
 
-    def wait_for_lookup(self, seconds: float) -> None:
-        """Wait until the lookup ends or `seconds` pass."""
+    def wait_for_first(self, seconds: float) -> None:
+        """Wait until a slice has arrived, none will or `seconds` pass."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over, seconds)
+            self._changed.wait_for(lambda: self._arrived or self.failed or (self._over and not self._offer), seconds)
 
     def close(self) -> None:
         """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""

@@ -34,7 +34,7 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
 from rekindle.core.reply import OriginFinding, OriginMiss
 from rekindle.engine.base import Engine
-from rekindle.errors import InvalidSetting, KvLost, StepRefused
+from rekindle.errors import Cancelled, InvalidSetting, KvLost, StepRefused
 from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill_with_arrivals
 from rekindle.remote.client import Origin
 from rekindle.remote.connection import OriginFailed, Stop
@@ -42,7 +42,7 @@ from rekindle.remote.fetch import OriginPassages, RemoteChunkFetch, RemotePrefix
 from rekindle.remote.hybrid_prefill import HybridPrefill, WholeTokenPrefill
 from rekindle.remote.index import KvModel
 from rekindle.remote.ladder import LevelLadder, LevelLimit
-from rekindle.remote.latency import Bandwidth, LayerCosts, recall_bandwidth, remember_bandwidth
+from rekindle.remote.latency import MIN_BANDWIDTH, Bandwidth, LayerCosts, recall_bandwidth, remember_bandwidth
 from rekindle.remote.pairing import ModelPairing, recall_pairing
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.signing import read_public
@@ -117,7 +117,8 @@ class RemoteKv:
                 result = prefill_with_arrivals(self._chunks, work, context, lookup, fetch)
             else:
                 result = self._prefill_prefix(fetch, PrefixPrefill(self._kv, work, context, lookup, plan))
-            self._report(context, fetch.miss)
+            unused = isinstance(fetch, RemotePrefixFetch) and result.streamed is None
+            self._report(context, fetch.miss or ("slow" if unused else None))
             return result
         finally:
             fetch.close()
@@ -215,11 +216,30 @@ class RemoteKv:
         return RemoteChunkFetch(wanted, self._passages(lookup), keep, self._back_off, self._bandwidth)
 
     def _prefill_prefix(self, fetch: RemotePrefixFetch, prefill: PrefixPrefill) -> PrefillResult:
-        """Compute chunk by chunk until the origin has answered; then compute and fetch the rest at the same time."""
-        plan, rates = prefill.plan, self._kv.costs.rates
+        """Compute chunk by chunk until the origin has answered; then compute and fetch the rest at the same time.
+
+        With a link that nobody knows to be fast, all is computed as if there were none, until slices show that it is.
+        """
+        plan, rates, at = prefill.plan, self._kv.costs.rates, prefill.at
+        left = rates.compute_seconds(Span(plan.reused, plan.tokens))
+
+        def brings() -> float:
+            """Share of the prompt that the link brings while the rest is computed, as far as anybody knows."""
+            return self._share(prefill.lookup, plan, self._bandwidth.bytes_per_second() or MIN_BANDWIDTH)
+
+        def pays() -> bool:
+            """Whether slices have come, and the link brings clearly more than was computed meanwhile."""
+            return bool(fetch.arrived) and (brings() - MIN_SHARE) * left > time.monotonic() - prefill.begun
+
         if prefill.is_between_chunks:  # else load or compute first
-            left = rates.compute_seconds(Span(plan.reused, plan.tokens))
-            fetch.wait_for_lookup(min(PATIENCE * left, MAX_PATIENCE_SECONDS))
+            fetch.wait_for_first(min(PATIENCE * left, MAX_PATIENCE_SECONDS))
+        if brings() < MIN_SHARE:
+            try:
+                return prefill.end(pays)
+            except Cancelled:
+                if prefill.work.cancelled():
+                    raise
+                prefill.context.truncate(at)
         while not prefill.is_ready(fetch):
             prefill.next_piece()
         offer = fetch.offer
@@ -274,14 +294,18 @@ class RemoteKv:
 
         One that was not measured lately is expected to be a fast one.
         """
-        quantized = is_quantized(lookup.kv_space.codec)
-        token_bytes = self._token_bytes.get(quantized, self._engine.layout.token_bytes / (4 if quantized else 1))
         speed = self._bandwidth.bytes_per_second()
         if speed is None or time.monotonic() > self._bandwidth.measured_at + SLOW_SECONDS:
             speed = FAST_LINK
+        return self._share(lookup, plan, speed) < MIN_SHARE
+
+    def _share(self, lookup: CacheLookup, plan: Plan, bytes_per_second: float) -> float:
+        """Share of a prefix that a link of this speed brings while the rest is computed."""
+        quantized = is_quantized(lookup.kv_space.codec)
+        token_bytes = self._token_bytes.get(quantized, self._engine.layout.token_bytes / (4 if quantized else 1))
         computing = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
-        streaming = (plan.tokens - plan.reused) * token_bytes / speed
-        return computing / (computing + streaming) < MIN_SHARE  # both go on at once: this share is streamed
+        streaming = (plan.tokens - plan.reused) * token_bytes / bytes_per_second
+        return computing / (computing + streaming)
 
     def _report(self, context: Context, miss: OriginMiss | None) -> None:
         """Note why nothing came. Every reply says it; the log, for those who read no replies, at its lower level."""
@@ -301,6 +325,7 @@ class RemoteKv:
         compute_seconds = self._kv.costs.rates.compute_seconds(Span(0, found.tokens))
         ladder = LevelLadder(levels, found.cells, limit.kl_budget or 0.0, compute_seconds)
         ladder.adapt(list(found.cells), self._bandwidth.bytes_per_second())
+        self._token_bytes[is_quantized(lookup.kv_space.codec)] = float(ladder.level.sizes.sum()) / found.tokens
         return OriginSlices(self.origin, found, ladder, left_coded=self._engine.capabilities.decodes)
 
     def limit_of(self, lookup: CacheLookup) -> LevelLimit:
@@ -329,7 +354,6 @@ class RemoteKv:
     ) -> PrefillResult | None:
         """Hybrid prefill of the rest; None if it has to be computed."""
         context, tokens = prefill.context, prefill.lookup.tokens
-        self._token_bytes[is_quantized(prefill.lookup.kv_space.codec)] = float(offer.sizes.sum()) / offer.cells.tokens
         try:
             costs = self._costs(offer, len(tokens), rates)
             prefill_by = HybridPrefill if self._by_layer else WholeTokenPrefill
