@@ -286,7 +286,7 @@ class Site:
         offer = lambda _stop: self._offer(origin, mode, local_seconds)  # noqa: E731
         coming = RemotePrefixFetch(offer, 0, failed.append, lowest_layer=lowest)
         stack.callback(coming.close)
-        coming.wait_for_lookup(min(PATIENCE * local_seconds, MAX_PATIENCE_SECONDS))
+        coming.wait_for_first(min(PATIENCE * local_seconds, MAX_PATIENCE_SECONDS))
         chunk, last = setting.cells.chunk_tokens, setting.cells.spans[-1].start
         while not coming.over and sequence.length < last:
             stop = min(

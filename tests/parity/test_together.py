@@ -180,8 +180,8 @@ def test_a_request_that_waits_for_room_can_be_cancelled(kind: str, tmp_path: Pat
         running = session.stream(PROMPT, max_tokens=400, min_tokens=400)
         next(running)
         waiting = session.stream(tokens_of(200, seed=1), max_tokens=50)
-        threading.Timer(0.3, waiting.cancel).start()
         started = time.monotonic()
+        threading.Timer(0.3, waiting.cancel).start()
         assert list(waiting) == []
         with pytest.raises(Cancelled):
             _ = waiting.reply

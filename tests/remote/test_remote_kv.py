@@ -128,8 +128,10 @@ def test_a_slow_link_is_left_alone_for_a_while(
             session.cache.clear()
             remote._bandwidth = Bandwidth()
             remote._bandwidth.add(TransferSample(1, 1.0, time.monotonic() - age))  # a byte a second
-            reply = session.generate(PROMPT + "And then", max_tokens=8)
-            assert reply.tokens == alone.tokens and (reply.reuse.origin_miss == "slow") == is_slow
+            with session.cache.peek(Request.of(PROMPT, max_tokens=8), tuple(PROMPT.encode())) as peeked:
+                found = remote.look(peeked.lookup, session.cache.plan(peeked.lookup))
+            assert found is not None and (found.miss == "slow") == is_slow
+        assert session.generate(PROMPT + "And then", max_tokens=8).tokens == alone.tokens
 
 
 def test_where_even_a_fast_link_is_slower_than_computing_the_origin_is_not_asked(
@@ -354,7 +356,11 @@ def test_what_became_known_meanwhile_does_not_come_as_well(published: Published,
 
 
 @pytest.mark.usefixtures("origin_first")
-def test_slices_that_are_damaged_are_computed(either: Published, alone: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, SHARE], ids=["tried", "unknown link"])
+def test_slices_that_are_damaged_are_computed(
+    either: Published, alone: Any, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MIN_SHARE", share)
     folder = tmp_path / "files"
     shutil.copytree(either.folder, folder)
     for path in folder.glob("contexts/*/*.kv"):
@@ -362,6 +368,30 @@ def test_slices_that_are_damaged_are_computed(either: Published, alone: Any, tmp
     with serving(folder) as url, opened(either, url, tmp_path / "cache") as session:
         reply = session.generate(PROMPT + "And then", max_tokens=8)
         assert reply.tokens == alone.tokens and reply.reuse.streamed == 0 and reply.reuse.origin_miss == "failed"
+        again = session.cache.remote
+        assert again is not None and again._backoff_until > time.monotonic()
+
+
+def test_an_origin_with_less_than_is_here_is_not_called_slow(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = streams.RemoteKv.start_fetch
+
+    def looked_up(*asked: Any) -> Any:
+        fetch = start(*asked)
+        eventually(lambda: fetch is None or fetch.over)
+        return fetch
+
+    monkeypatch.setattr(streams, "MIN_SHARE", SHARE)
+    monkeypatch.setattr(streams.RemoteKv, "start_fetch", looked_up)
+    with serving(published.folder) as url:
+        with opened(published, url, tmp_path / "cache", local_tenants="*") as session:
+            session.generate(PROMPT, max_tokens=0)
+            session.flush()
+        with opened(published, url, tmp_path / "cache") as session:
+            reuse = session.generate(PROMPT + OTHER, max_tokens=2).reuse
+            assert session.cache.remote is not None and session.cache.remote.bytes_per_second is None
+    assert reuse.origin_miss is None and reuse.streamed == 0 and reuse.disk > 384
 
 
 @pytest.mark.usefixtures("origin_first")

@@ -16,7 +16,7 @@ import os
 import platform
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -80,6 +80,14 @@ class Rates:
     def load_seconds(self, tier: Tier, size_bytes: int) -> float:
         """The time to load `size_bytes`. What is in the engine already costs nothing."""
         return 0.0 if tier == "engine" else _sum(self.load[tier], (1.0, float(size_bytes)))
+
+    def loads_seconds(self, loads: Iterable[tuple[Tier, int]]) -> float:
+        """The time of several loads, each a tier and a number of bytes. What comes from one tier is one load, as it was
+        when it was measured: a further piece costs its bytes."""
+        sizes: Counter[Tier] = Counter()
+        for tier, size_bytes in loads:
+            sizes[tier] += size_bytes
+        return sum(self.load_seconds(*load) for load in sizes.items())
 
     def step_seconds(self, span: Span) -> float:
         """The time of a step that decodes one token of a reply, or verifies a draft."""

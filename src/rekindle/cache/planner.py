@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +9,7 @@ from itertools import pairwise
 from rekindle.cache.cost import Rates
 from rekindle.cache.matches import Matches
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Load, Plan, Step, Tier
+from rekindle.core.plan import Compute, Load, Plan, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +68,11 @@ def _computing(start: int, matches: Matches, cut: PrefillSteps) -> tuple[Step, .
 
 
 def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float:
-    """Seconds of the steps one after the other, though they may overlap. What comes from one tier is one load, as it
-    was when it was measured: a further piece costs its bytes."""
+    """Seconds of the steps one after the other, though they may overlap."""
     token_bytes = matches.stored[0].size_bytes // len(matches.stored[0].span) if matches.stored else 0
     beside = {found.span.start: found.beside_bytes for found in matches.stored}
-    load_bytes: Counter[Tier] = Counter()
-    total = 0.0
-    for step in steps:
-        if isinstance(step, Load):
-            load_bytes[step.tier] += len(step.span) * token_bytes + beside.get(step.span.start, 0)
-        elif isinstance(step, Compute):
-            total += rates.compute_seconds(step.span)
-    return total + sum(rates.load_seconds(*load) for load in load_bytes.items())
+    loads = [step for step in steps if isinstance(step, Load)]
+    sizes = ((load.tier, len(load.span) * token_bytes + beside.get(load.span.start, 0)) for load in loads)
+    return rates.loads_seconds(sizes) + sum(
+        rates.compute_seconds(step.span) for step in steps if isinstance(step, Compute)
+    )

@@ -83,7 +83,7 @@ class Prefill:
         try:
             (logits,) = self.engine.step([row], lambda: self.cancelled() or any(feed.late for feed in feeds))
         except Cancelled:
-            if self.cancelled() or not any(feed.late for feed in feeds):
+            if self.cancelled():
                 raise
             limit = max(feed.timeout_seconds for feed in feeds)
             raise KvLost(f"Loading KV from the cache took longer than {limit:.2f} s; it is computed instead.") from None

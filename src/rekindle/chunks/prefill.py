@@ -301,10 +301,8 @@ def _parts_seconds(
         passes = [fresh, recomputed + again]
     elif recompute_policy.looks and recomputed.tokens:  # a first pass of the question through some layers
         passes = [fresh.times(LOOK_LAYERS[1]), fresh + recomputed]
-    costs = [rates.work_seconds(work.tokens, work.pairs) for work in passes]
+    seconds = sum(rates.work_seconds(work.tokens, work.pairs) for work in passes)
     picked = [chunk.known for chunk in chunks if chunk.known is not None]
     token_bytes = picked[0].size_bytes // max(1, len(chunks[0].span))
-    costs += [rates.load_seconds(load.tier, len(load.span) * token_bytes) for load in loads]
-    for tier in {known.tier for known in picked}:
-        costs.append(rates.load_seconds(tier, sum(known.size_bytes for known in picked if known.tier == tier)))
-    return sum(costs)
+    prefix = [(load.tier, len(load.span) * token_bytes) for load in loads]
+    return seconds + rates.loads_seconds([*prefix, *((known.tier, known.size_bytes) for known in picked)])

@@ -13,6 +13,7 @@ the local cache.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -82,8 +83,15 @@ class ChunkedPrefill:
             self.events.append(TimelineEvent("compute", name, 0, layers, first, last))
 
     def end(self, stops: IsCancelled = lambda: False) -> PrefillResult:
-        """Compute the rest. Raises `Cancelled` also when `stops`."""
-        work = replace(self.work, cancelled=lambda: stops() or self.work.cancelled())
+        """Compute the rest. Raises `Cancelled` also once `stops` was true."""
+        stopped = threading.Event()
+
+        def cancelled() -> bool:
+            if stops():
+                stopped.set()
+            return stopped.is_set() or self.work.cancelled()
+
+        work = replace(self.work, cancelled=cancelled)
         if self._first is None:
             return self._run(work, self.plan)
         left = [step.span for step in self.plan.computes if step.span.stop > self.at]

@@ -80,7 +80,15 @@ class RemotePrefixFetch(TransferQueue):
     def wait_for_first(self, seconds: float) -> None:
         """Wait until a slice has arrived, none will or `seconds` pass."""
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived or self.failed or (self._over and not self._offer), seconds)
+            self._changed.wait_for(
+                lambda: self._arrived or (self._over and not (self._wanted or self._flying)), seconds
+            )
+
+    def give_up(self) -> None:
+        """What it found is not waited for any longer."""
+        with self._changed:
+            if self._offer is not None and self._offer.cells.tokens > self._here:
+                self._miss = "slow"
 
     def close(self) -> None:
         """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""

@@ -117,8 +117,7 @@ class RemoteKv:
                 result = prefill_with_arrivals(self._chunks, work, context, lookup, fetch)
             else:
                 result = self._prefill_prefix(fetch, PrefixPrefill(self._kv, work, context, lookup, plan))
-            unused = isinstance(fetch, RemotePrefixFetch) and result.streamed is None
-            self._report(context, fetch.miss or ("slow" if unused else None))
+            self._report(context, fetch.miss)
             return result
         finally:
             fetch.close()
@@ -220,32 +219,49 @@ class RemoteKv:
 
         With a link that nobody knows to be fast, all is computed as if there were none, until slices show that it is.
         """
-        plan, rates, at = prefill.plan, self._kv.costs.rates, prefill.at
-        left = rates.compute_seconds(Span(plan.reused, plan.tokens))
-
-        def brings() -> float:
-            """Share of the prompt that the link brings while the rest is computed, as far as anybody knows."""
-            return self._share(prefill.lookup, plan, self._bandwidth.bytes_per_second() or MIN_BANDWIDTH)
-
-        def pays() -> bool:
-            """Whether slices have come, and the link brings clearly more than was computed meanwhile."""
-            return bool(fetch.arrived) and (brings() - MIN_SHARE) * left > time.monotonic() - prefill.begun
-
+        plan, rates = prefill.plan, self._kv.costs.rates
         if prefill.is_between_chunks:  # else load or compute first
+            left = rates.compute_seconds(Span(plan.reused, plan.tokens))
             fetch.wait_for_first(min(PATIENCE * left, MAX_PATIENCE_SECONDS))
-        if brings() < MIN_SHARE:
-            try:
-                return prefill.end(pays)
-            except Cancelled:
-                if prefill.work.cancelled():
-                    raise
-                prefill.context.truncate(at)
+        known = self._bandwidth.bytes_per_second() or MIN_BANDWIDTH
+        # Steps of an accelerator are launched at once, and hardly ever given up.
+        if self._engine.device == "cpu" and self._share(prefill.lookup, plan, known) < MIN_SHARE:
+            whole = self._end_unless_it_pays(fetch, prefill, rates)
+            if whole is not None:
+                return whole
         while not prefill.is_ready(fetch):
             prefill.next_piece()
         offer = fetch.offer
         if offer is None or not prefill.is_between_chunks or offer.cells.tokens <= prefill.at:
             return prefill.end()
         return self._stream(prefill, fetch, offer, rates) or prefill.end()
+
+    def _end_unless_it_pays(
+        self, fetch: RemotePrefixFetch, prefill: PrefixPrefill, rates: Rates
+    ) -> PrefillResult | None:
+        """Compute the rest; None, with what was there before, once slices come so fast that streaming is sooner."""
+        plan, at = prefill.plan, prefill.at
+
+        def pays() -> bool:
+            """Whether the link brings clearly more of what it offers than was computed meanwhile."""
+            offer, speed = fetch.offer, self._bandwidth.bytes_per_second()
+            if offer is None or speed is None or not fetch.arrived or fetch.failed is not None:
+                return False
+            computing = rates.compute_seconds(Span(plan.reused, offer.cells.tokens))  # no slices come of a shorter one
+            share = _share(computing, float(offer.sizes[plan.reused // CHUNK_TOKENS :].sum()) / speed)
+            return (share - MIN_SHARE) * computing > time.monotonic() - prefill.begun
+
+        try:
+            result = prefill.end(pays)
+        except Cancelled:
+            if prefill.work.cancelled():
+                raise
+            prefill.context.truncate(at)
+            return None
+        fetch.give_up()
+        if fetch.failed is not None:
+            self._back_off(fetch.failed)
+        return result
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -300,12 +316,11 @@ class RemoteKv:
         return self._share(lookup, plan, speed) < MIN_SHARE
 
     def _share(self, lookup: CacheLookup, plan: Plan, bytes_per_second: float) -> float:
-        """Share of a prefix that a link of this speed brings while the rest is computed."""
+        """Share of a prompt that a link of this speed is expected to bring."""
         quantized = is_quantized(lookup.kv_space.codec)
         token_bytes = self._token_bytes.get(quantized, self._engine.layout.token_bytes / (4 if quantized else 1))
         computing = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
-        streaming = (plan.tokens - plan.reused) * token_bytes / bytes_per_second
-        return computing / (computing + streaming)
+        return _share(computing, (plan.tokens - plan.reused) * token_bytes / bytes_per_second)
 
     def _report(self, context: Context, miss: OriginMiss | None) -> None:
         """Note why nothing came. Every reply says it; the log, for those who read no replies, at its lower level."""
@@ -325,7 +340,6 @@ class RemoteKv:
         compute_seconds = self._kv.costs.rates.compute_seconds(Span(0, found.tokens))
         ladder = LevelLadder(levels, found.cells, limit.kl_budget or 0.0, compute_seconds)
         ladder.adapt(list(found.cells), self._bandwidth.bytes_per_second())
-        self._token_bytes[is_quantized(lookup.kv_space.codec)] = float(ladder.level.sizes.sum()) / found.tokens
         return OriginSlices(self.origin, found, ladder, left_coded=self._engine.capabilities.decodes)
 
     def limit_of(self, lookup: CacheLookup) -> LevelLimit:
@@ -354,6 +368,7 @@ class RemoteKv:
     ) -> PrefillResult | None:
         """Hybrid prefill of the rest; None if it has to be computed."""
         context, tokens = prefill.context, prefill.lookup.tokens
+        self._token_bytes[is_quantized(prefill.lookup.kv_space.codec)] = float(offer.sizes.sum()) / offer.cells.tokens
         try:
             costs = self._costs(offer, len(tokens), rates)
             prefill_by = HybridPrefill if self._by_layer else WholeTokenPrefill
@@ -415,6 +430,11 @@ class Prefetched:
 def _prompt_key(lookup: CacheLookup) -> PromptKey:
     """The same prompt is fetched differently when its passages may be reused."""
     return lookup.kv_space, tuple(lookup.tokens), lookup.has_documents
+
+
+def _share(computing_seconds: float, streaming_seconds: float) -> float:
+    """Share that is streamed if both go on at once until they meet."""
+    return computing_seconds / (computing_seconds + streaming_seconds)
 
 
 def _top_share(engine: Engine) -> float:
