@@ -24,6 +24,7 @@ from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.remote import remote_kv as streams
+from rekindle.remote.chunked_prefill import PrefixPrefill
 from rekindle.remote.latency import Bandwidth, TransferSample, recall_bandwidth
 from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
@@ -174,13 +175,48 @@ def test_until_an_unknown_link_brings_slices_the_prompt_is_computed_as_if_there_
     assert reply.tokens == alone.tokens
     assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
     if brings == "nothing":
-        assert (
-            sum(steps) == reply.usage.prompt_tokens
-            and reply.reuse.origin_miss in ("slow", "late")
-            and not reply.reuse.streamed
-        )
+        assert sum(steps) == reply.usage.prompt_tokens and not reply.reuse.streamed
+        assert reply.reuse.origin_miss in ("slow", "late")
     else:
         assert reply.reuse.streamed > 0 and reply.reuse.origin_miss is None
+
+
+def test_slices_of_what_was_computed_meanwhile_end_no_step(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The origin has less than half of the prompt: 420 tokens, a second each."""
+    monkeypatch.setattr(streams, "MIN_SHARE", SHARE)
+    come, carry, compute, start = threading.Event(), OriginSlices.carry, FakeEngine.step, streams.RemoteKv.start_fetch
+    fetches, steps = list[Any](), list[int]()
+
+    class BegunEarlier(PrefixPrefill):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.begun -= 400.0
+
+    def carry_later(self: OriginSlices, cells: Sequence[Cell]) -> Iterator[tuple[Cell, ArrivedKv]]:
+        assert come.wait(30)
+        return carry(self, cells)
+
+    def noted(*asked: Any) -> Any:
+        fetches.append(start(*asked))
+        return fetches[-1]
+
+    def step(self: FakeEngine, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        come.set()
+        eventually(lambda: fetches[0].arrived)
+        if len(rows[0].tokens) > 1:
+            steps.append(len(rows[0].tokens))
+        return compute(self, rows, cancelled)
+
+    monkeypatch.setattr(streams, "PrefixPrefill", BegunEarlier)
+    monkeypatch.setattr(streams.RemoteKv, "start_fetch", noted)
+    monkeypatch.setattr(OriginSlices, "carry", carry_later)
+    monkeypatch.setattr(FakeEngine, "step", step)
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
+        reply = session.generate(PROMPT + OTHER, max_tokens=2)
+    assert sum(steps) == reply.usage.prompt_tokens == reply.reuse.computed
+    assert reply.reuse.origin_miss == "slow" and not reply.reuse.streamed
 
 
 @pytest.mark.usefixtures("origin_first")
