@@ -169,6 +169,25 @@ def test_stop_frees_the_model(runtime: Path, model: Path) -> None:
     assert rekindle("ps").stdout.startswith("No server is running")
 
 
+def test_what_it_answered_is_given_again_without_starting_it(
+    runtime: Path, model: Path, tmp_path: Path, embedder_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # so that paths are relative
+    Path("notes.txt").write_text("The ferry leaves at nine. The museum opens at ten.")
+    embedder = os.path.relpath(embedder_folder)
+    library = ["--library", "library", "--embedder", embedder]
+    assert rekindle("ingest", "notes.txt", *library).exit_code == 0
+    ask = ["ask", "When does the ferry leave?", "-m", model.name, "--answers", "direct", "-n", "24", "--json", *library]
+    ask += ["--stop", json.loads(rekindle(*ask, "--retrieval", "bm25").stdout)["text"][-1]]
+    answered = json.loads(rekindle(*ask).stdout)
+    assert answered["finish_reason"] == "stop" and answered["stored"] is None
+    assert rekindle("stop").exit_code == 0
+    eventually(lambda: processes() == [])
+    given = json.loads(rekindle(*ask).stdout)
+    assert given["stored"]["way"] == "direct" and given["text"] == answered["text"]
+    assert processes() == []
+
+
 def test_one_that_was_killed_is_replaced(runtime: Path, model: Path) -> None:
     runner(model).run(HELLO, print)
     (process,) = processes()

@@ -28,6 +28,7 @@ from rekindle.models import adapter_registry
 from rekindle.models.files import file_version
 from rekindle.models.sources import model_version
 from rekindle.session.keep_alive import KeepAlive
+from rekindle.session.model_memo import ModelMemo
 from rekindle.session.session import Session
 from rekindle.settings import SETTINGS, Settings
 
@@ -112,7 +113,7 @@ class Daemon:
                 self.leave()  # without an answer, so that another one is started
                 return
             settings = DaemonSpec(request["model"], request["settings"])
-            with self._session.use(self._model.engine, settings, client) as session:
+            with self._session.use(self._model, settings, client) as session:
                 answer_job(session, request["job"], client, waited)
         finally:
             if self._model.failed:
@@ -136,7 +137,7 @@ class _LoadedModel:
         self.spec = spec
         self._engine: Future[Engine] = Future()
         self._stage: tuple[str, int, int] | None = None
-        self._version: str | None = None
+        self.version: str | None = None
 
     @property
     def engine(self) -> Engine:
@@ -155,7 +156,7 @@ class _LoadedModel:
         version = model_version(self.spec.model)  # before, so that no later change is missed
         try:
             engine = load_engine(self.spec.model, EngineOptions.of(Settings(**self.spec.settings)), self._report)
-            self._version = version or model_version(self.spec.model)
+            self.version = version or model_version(self.spec.model)
             self._engine.set_result(engine)
         except Exception as error:  # noqa: BLE001  (raised again by the jobs that wait)
             self._engine.set_exception(error)
@@ -173,7 +174,7 @@ class _LoadedModel:
 
     def has_changed(self) -> bool:
         """Whether the model's files are no longer those that were loaded."""
-        return model_version(self.spec.model) != self._version
+        return model_version(self.spec.model) != self.version
 
     def close(self) -> None:
         if self.loaded:
@@ -196,7 +197,7 @@ class _SharedSession:
         self._warnings: list[str] = []  # of opening it: every job gets them, as if it had opened it
 
     @contextmanager
-    def use(self, engine: Engine, spec: DaemonSpec, client: JobConnection) -> Iterator[Session]:
+    def use(self, model: _LoadedModel, spec: DaemonSpec, client: JobConnection) -> Iterator[Session]:
         key = json.dumps([spec.settings, _file_versions(spec.settings)])
         with self._changed:
             self._changed.wait_for(lambda: self._key == key or not self._users)
@@ -204,7 +205,8 @@ class _SharedSession:
                 self.close()
                 self._warnings, self._opening = [], True
                 try:
-                    self._session = Session(engine, **spec.session_arguments)
+                    memo = ModelMemo(spec.model, Settings(**spec.settings), model.version)
+                    self._session = Session(model.engine, memo=memo, **spec.session_arguments)
                 finally:
                     self._opening = False
                 self._key = key

@@ -13,6 +13,7 @@ from rekindle import __version__
 from rekindle.daemon.private_socket import private_folder
 from rekindle.machine import data_folder, home_folder
 from rekindle.models import adapter_registry
+from rekindle.models.sources import absolute_spec
 from rekindle.session.model_memo import engine_variables
 from rekindle.settings import ENGINE_SETTINGS, SETTINGS, Settings
 
@@ -29,7 +30,7 @@ class DaemonSpec:
     @classmethod
     def of(cls, model: str, settings: Settings) -> DaemonSpec:
         values = {name: _absolute(name, value) for name, value in asdict(settings).items() if name != "keep_alive"}
-        return cls(_absolute_if_file(model), values)
+        return cls(absolute_spec(model), values)
 
     @property
     def session_arguments(self) -> dict[str, Any]:
@@ -68,13 +69,9 @@ def _absolute(name: str, value: Any) -> Any:
         adapter = adapter_registry.parse(value)
         return f"{adapter.name}={Path(adapter.path).expanduser().absolute()},scale={adapter.scale}"
     if name == "origin_keys" and value is not None:  # keys, or files with them
-        return ",".join(_absolute_if_file(part.strip()) for part in value.split(","))
+        return ",".join(absolute_spec(part.strip()) for part in value.split(","))
+    if name == "embedder":
+        return absolute_spec(value)
     if isinstance(value, str) and SETTINGS[name].is_path and value != "off":
         return str(Path(value).absolute())
     return value
-
-
-def _absolute_if_file(text: str) -> str:
-    """The path of what is there, else the text as it is."""
-    path = Path(text).expanduser()
-    return str(path.absolute()) if path.exists() else text

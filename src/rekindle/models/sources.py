@@ -218,6 +218,12 @@ def name_of(spec: str) -> str:
         raise
 
 
+def absolute_spec(spec: str) -> str:
+    """The same from any current folder: the path of what is there from the root, else the name as it is."""
+    path = Path(spec).expanduser()
+    return str(path.absolute()) if path.exists() else spec
+
+
 def model_version(model: str) -> str | None:
     """Changes whenever a file of the model does; None if it is not here."""
     try:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from rekindle.core.identity import digest_of_fields
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
-from rekindle.models.sources import model_version
+from rekindle.models.sources import absolute_spec, model_version
 from rekindle.settings import ENGINE_SETTINGS, Settings
 
 _MAX_MODELS = 64
@@ -38,12 +38,14 @@ class AnsweringModel:
 class ModelMemo:
     """The model of a name and settings, as it was when it last answered."""
 
-    def __init__(self, model: str, settings: Settings) -> None:
-        """Make it before the model is loaded: files that change later belong to another one."""
-        self._model = model
+    def __init__(self, model: str, settings: Settings, version: str | None = None) -> None:
+        """Make it before the model is loaded, or give the version that was loaded: files that change later belong to
+        another one.
+        """
+        self._model = absolute_spec(model)
         self._settings = settings
         self._memo = JsonMemo(home_folder() / "answering_models.json", _MAX_MODELS)
-        self._key = self._find_key()
+        self._key = self._find_key(version)
 
     def recall(self) -> AnsweringModel | None:
         """The model; None if it did not answer yet, or was loaded from other files or in another way."""
@@ -59,16 +61,18 @@ class ModelMemo:
         if key is not None and self._memo.recall(key) != asdict(model):
             self._memo.keep(key, asdict(model))
 
-    def _find_key(self) -> str | None:
+    def _find_key(self, version: str | None = None) -> str | None:
         """None if the model is not on this machine."""
-        version = model_version(self._model)
+        version = version or model_version(self._model)
         if version is None:
             return None
+        settings = {name: getattr(self._settings, name) for name in (*ENGINE_SETTINGS, "embedder")}
+        paths = {name: settings[name] and absolute_spec(settings[name]) for name in ("embedder", "llama_library")}
         way = {
             "python": sys.executable,
             "packages": [name for name in _ENGINE_PACKAGES if importlib.util.find_spec(name) is not None],
             "variables": engine_variables(),
-            "settings": {name: getattr(self._settings, name) for name in (*ENGINE_SETTINGS, "embedder")},
+            "settings": settings | paths,
         }
         return digest_of_fields("rekindle/model_memo/1", self._model, json.dumps(way), version)
 

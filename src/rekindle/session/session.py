@@ -100,9 +100,12 @@ class Session:
         *,
         progress: Progress | None = None,
         group: SessionGroup | None = None,
+        memo: ModelMemo | None = None,
         **settings: Unpack[SettingsLike],
     ) -> None:
         """Load the model, pulling it first if it must be, and open the cache. Sessions of a group share memory.
+
+        `memo` is for an engine that was loaded by name: then its answers are found before it is loaded again.
 
         Raises `ModelError`, `EngineMissing`, `InvalidSetting`, and `CacheUnusable` for a folder that was named.
         """
@@ -116,7 +119,7 @@ class Session:
         self._resting: ReloadableEngine | None = None
         self._group = group
         self.model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.name
-        memo = ModelMemo(self.model, self.settings) if self._owns_engine else None
+        memo = ModelMemo(self.model, self.settings) if self._owns_engine else memo
         loaded = self._load(model, progress)
         self.engine_kind = kind_of(self._resting.inner if self._resting else loaded)
         self._engine: Engine | None = self._sharing(loaded)
