@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +25,9 @@ from benchmarks.baselines.qkv_engine import QkvReuse
 from benchmarks.baselines.qkv_tree import QkvTree
 from benchmarks.baselines.qkv_tree import answer as answer_by_qkv
 from benchmarks.personal import Person, PersonalSet
-from rekindle.answers.bank import AnswerBank
-from rekindle.answers.bank_rows import BankEntry
-from rekindle.core.reply import Reply, Reuse, StoredAnswer, Timings, Usage
+from rekindle.answers.bank import AnswerBank, BankQuestion
+from rekindle.answers.bank_rows import AnswerText, BankEntry
+from rekindle.core.reply import QuestionOrigin, Reply, Reuse, StoredAnswer, Timings, Usage
 from rekindle.engine.base import Engine
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.idle.log import flop
@@ -231,8 +232,15 @@ def unguard(bank: AnswerBank) -> AnswerBank:
 
 def take_cut(bank: AnswerBank) -> AnswerBank:
     """The bank that gives answers which the token limit cut off, too: here all of them have the same length."""
-    setattr(bank, "is_complete", lambda _answer: True)  # noqa: B010  (of this bank alone)
+    if not isinstance(bank.keep, partial):
+        setattr(bank, "keep", partial(_keep_as_whole, bank.keep))  # noqa: B010  (of this bank alone)
     return bank
+
+
+def _keep_as_whole(
+    keep: Callable[..., int | None], question: BankQuestion, answer: AnswerText | None, origin: QuestionOrigin = "user"
+) -> int | None:
+    return keep(question, answer and replace(answer, finish="stop"), origin)
 
 
 def change_banks(session: Session, change: Callable[[AnswerBank], AnswerBank]) -> None:

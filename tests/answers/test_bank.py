@@ -153,6 +153,21 @@ def test_a_question_that_only_looks_alike_is_refused_with_a_reason(bank: AnswerB
     assert unguarded.direct is not None
 
 
+def test_an_answer_that_was_cut_off_is_a_draft_and_benches_of_one_length_give_it(
+    bank: AnswerBank, known: Library
+) -> None:
+    from benchmarks.answers.ways import take_cut
+
+    question, cut_off = asked(known, COST), replace(text("Eleven"), finish="length")
+    bank.keep(question, cut_off)
+    found = look(bank, question)
+    assert found.direct is None and found.refused is not None and "cut off" in found.refused and found.drafts
+    taking = take_cut(take_cut(bank))
+    taking.keep(question, cut_off)
+    given = look(taking, question).direct
+    assert given is not None and given.entry.answer is not None and given.entry.answer.text == "Eleven"
+
+
 def test_a_question_that_other_passages_answer_is_refused(bank: AnswerBank, known: Library) -> None:
     question = asked(known, COST)
     bank.keep(question, text("Eleven crowns."))
