@@ -162,12 +162,14 @@ def _store_lookup(axes: Any, result: Result) -> None:
 
 def _serve_part(field: str, title: str) -> Panel:
     def panel(axes: Any, result: Result) -> None:
+        along, between = ("part", "reuse") if result.get("workload") == "rag" else ("clients", "cache")
+        names = {along: "{}" if along == "part" else "{} clients", between: f"{between} {{}}"}
         rows = result["rows"]
-        clients = list(dict.fromkeys(row["clients"] for row in rows))
+        places, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in (along, between))
         values = {
-            f"cache {cache}": [row[field] or 0.0 for row in rows if row["cache"] == cache] for cache in ("on", "off")
+            names[between].format(kind): [row[field] or 0.0 for row in rows if row[between] == kind] for kind in kinds
         }
-        groups(axes, [f"{count} client{'s' * (count > 1)}" for count in clients], values, title)
+        groups(axes, [names[along].format(place) for place in places], values, title)
 
     return panel
 

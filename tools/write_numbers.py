@@ -61,7 +61,7 @@ MAX_ROWS = 9
 # The rows of a bench that the page shows, by the name of the measure; all of them where nothing is said.
 HEADLINES = {
     "prefix": """1000+20, new process, disk / floor; 1000+20, cold / disk; partial *; same greedy text""",
-    "serve": """* first token p50, *; 16 clients, cache on / off; 4 streams *; their texts equal""",
+    "serve": """4 clients, first token p50, *; 4 streams *; their texts equal; known, approximate / *""",
     "chunks": """full-cache; leading *; cache-craft, *; rekindle 30%; rekindle 50%; KL, *; ROUGE-L, *;
         * reused: first token; * warmed: first token; 300 questions *: speedup""",
     "anywhere": """*, text""",
@@ -132,9 +132,10 @@ def keep(result: dict[str, Any]) -> None:
     device = result["machine"]["architecture"] if result["device"] == "cpu" else result["device"].replace(" ", "-")
     engine = "" if result.get("engine", "hf") == "hf" else f"-{result['engine']}"
     shape = f"-{result['shape']}" if result["bench"] == "adapters" and "shape" in result else ""
+    workload = f"-{result['workload']}" if result["bench"] == "serve" and "workload" in result else ""
     dirty = " with changes" if _git("status", "--porcelain", "--", "src", "benchmarks").stdout.strip() else ""
     commit = result.get("commit") or f"{_git('rev-parse', '--short', 'HEAD').stdout.strip() or 'none'}{dirty}"
-    path = KEPT / f"{result['bench']}{engine}{shape}-{device}.json"
+    path = KEPT / f"{result['bench']}{engine}{workload}{shape}-{device}.json"
     path.write_text(json.dumps({**result, "commit": commit}, indent=1) + "\n", "utf-8")
 
 

@@ -34,12 +34,12 @@ def test_bench_serve_prints_its_fields(tiny_folder: Path) -> None:
 
 def test_clients_that_paste_passages_are_told_what_was_reused(spacious: Path, tmp_path: Path) -> None:
     arguments = ["serve", "--workload", "rag", "--model", str(spacious), "--device", "cpu", "--quick", "--json"]
-    arguments += ["--resume", str(tmp_path / "units.jsonl")]
+    arguments += ["--resume", str(tmp_path / "units.jsonl"), "--plot", str(tmp_path / "chart.png")]
     for part in ("known, *", "*"):  # the second run measures what the first one left
         result = CliRunner().invoke(app, [*arguments, "--part", part])
         assert result.exit_code == 0, result.exception
     found = json.loads(result.stdout)
-    assert [part["steps"] for part in found["measured_by"]] == [1, 1]
+    assert [part["steps"] for part in found["measured_by"]] == [1, 1] and (tmp_path / "chart.png").exists()
     rows = {(row["part"], row["reuse"]): row for row in found["rows"]}
     assert list(rows) == [(part, level) for part in ("first", "known") for level in ("approximate", "exact", "off")]
     assert all(row["requests_per_s"] > 0 and row["requests"] == 4 for row in rows.values())
