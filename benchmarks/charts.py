@@ -163,13 +163,10 @@ def _store_lookup(axes: Any, result: Result) -> None:
 def _serve_part(field: str, title: str) -> Panel:
     def panel(axes: Any, result: Result) -> None:
         along, between = ("part", "reuse") if result.get("workload") == "rag" else ("clients", "cache")
-        names = {along: "{}" if along == "part" else "{} clients", between: f"{between} {{}}"}
-        rows = result["rows"]
-        places, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in (along, between))
-        values = {
-            names[between].format(kind): [row[field] or 0.0 for row in rows if row[between] == kind] for kind in kinds
-        }
-        groups(axes, [names[along].format(place) for place in places], values, title)
+        values: dict[str, list[float]] = {}
+        for row in result["rows"]:
+            values.setdefault(f"{between} {row[between]}", []).append(row[field] or 0.0)
+        groups(axes, list(dict.fromkeys(f"{along} {row[along]}" for row in result["rows"])), values, title)
 
     return panel
 
