@@ -13,6 +13,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from rekindle.cli import server_client
 from rekindle.cli.main import app
 from rekindle.core.reply import SOURCES, Reply, Reuse, Timings, Usage
 from rekindle.core.scope import Scope
@@ -264,6 +265,18 @@ def test_top_shows_the_same(served: Served) -> None:
     shown = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["top", "--server", served.url, "--once"])
     assert shown.exit_code == 0 and "fake-0" in shown.output and "0 of 4 running" in shown.output
     assert shown.output.count("mail") == 2 and "\x1b[31m" not in shown.output and "█" in shown.output
+
+
+def test_top_waits_for_a_model_as_long_as_it_loads(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, given = server_client.make_client, list[httpx.Timeout]()
+
+    def noting(url: str, api_key: str | None, timeout: httpx.Timeout) -> httpx.Client:
+        given.append(timeout)
+        return opened(url, api_key, timeout)
+
+    monkeypatch.setattr(server_client, "make_client", noting)
+    assert CliRunner().invoke(app, ["top", "--server", served.url, "--once"]).exit_code == 0
+    assert [(timeout.connect, timeout.read) for timeout in given] == [(30.0, None)]
 
 
 def test_top_needs_the_operators_key(keyed: Served) -> None:

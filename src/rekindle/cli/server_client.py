@@ -13,7 +13,7 @@ from rekindle.core.size import count_of
 from rekindle.errors import RekindleError, RequestError
 
 _OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
-_TIMEOUT = httpx.Timeout(30.0, read=None)  # a long prompt may take long
+TIMEOUT = httpx.Timeout(30.0, read=None)  # a model or a long prompt may take long
 
 
 class ServerError(RekindleError):
@@ -38,7 +38,7 @@ class ServerRunner:
 
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         self._model = model
-        self._client = make_client(url.rstrip("/").removesuffix("/v1"), api_key, _TIMEOUT)
+        self._client = make_client(url.rstrip("/").removesuffix("/v1"), api_key, TIMEOUT)
 
     def __enter__(self) -> ServerRunner:
         return self

@@ -49,10 +49,10 @@ def _items(url: str, api_key: str | None) -> Iterator[dict[str, Any]]:
     """What the server sends, until it stops. Raises `ServerError`."""
     import httpx
 
-    from rekindle.cli.server_client import ServerError, make_client, refusal
+    from rekindle.cli.server_client import TIMEOUT, ServerError, make_client, refusal
 
     try:
-        client = make_client(url.rstrip("/"), api_key, httpx.Timeout(30.0))  # a ping comes every 15 s
+        client = make_client(url.rstrip("/"), api_key, TIMEOUT)
         with client, client.stream("GET", "/v1/rekindle/live") as answer:
             if answer.status_code != 200:
                 raise refusal(answer.status_code, answer.read())
