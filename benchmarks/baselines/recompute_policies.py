@@ -130,6 +130,12 @@ def policy_of(name: str, budget: float | None = None, calibrated: float | None =
     return SignalPolicy(share, name=name, signals=signals)
 
 
+class ScoredChunks(ChunkPrefill):
+    """A session's chunks, scored on every device: what is published chooses by these scores."""
+
+    scores_on_accelerator = True
+
+
 class PublishedChunks(ChunkPrefill):
     """A session's chunks, with another recompute policy."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.base import Advance, BenchOptions
 from benchmarks.baselines import recompute_policies
-from benchmarks.baselines.recompute_policies import CRAFTS
+from benchmarks.baselines.recompute_policies import CRAFTS, ScoredChunks
 from rekindle.cache.prefix_cache import ChunkStrategy
 from rekindle.chunks.select import OURS, SAFE_BUDGET
 from rekindle.core.request import ReuseLevel
@@ -104,7 +104,7 @@ class ModeTrials(PassageTrials):
         cls, engine: Engine, options: BenchOptions, donors: Sequence[PassagePrompt], advance: Advance
     ) -> Iterator[ModeTrials]:
         """One in a folder of its own, where these donors were computed."""
-        with cls.warmed(engine, donors, advance) as session:
+        with cls.warmed(engine, donors, advance, ScoredChunks) as session:
             yield cls(session, options)
 
     def counts(self) -> object:

@@ -160,7 +160,9 @@ class PassageTrials:
 
     @staticmethod
     @contextmanager
-    def warmed(engine: Engine, donors: Sequence[PassagePrompt], advance: Advance) -> Iterator[Session]:
+    def warmed(
+        engine: Engine, donors: Sequence[PassagePrompt], advance: Advance, chunks: type[ChunkPrefill] = ChunkPrefill
+    ) -> Iterator[Session]:
         """A session that computed the donors, each exactly, and kept them."""
         with (
             tempfile.TemporaryDirectory(prefix="rekindle-") as folder,
@@ -177,6 +179,7 @@ class PassageTrials:
             ) as session,
         ):
             session.cache.kv.costs = AlwaysReuse()  # a passage that is computed because it is faster shows no quality
+            session.cache.chunks = chunks(session.cache.kv, session.settings)
             for number, donor in enumerate(donors, start=1):
                 advance(f"compute earlier prompt {number} of {len(donors)}")
                 session.warm(donor.request().prompt, documents=donor.quotes)
