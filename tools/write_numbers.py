@@ -62,7 +62,7 @@ MAX_ROWS = 9
 HEADLINES = {
     "prefix": """1000+20, new process, disk / floor; 1000+20, cold / disk; partial *; same greedy text""",
     "serve": """4 clients, first token p50, *; 4 streams *; their texts equal; known, approximate / *""",
-    "chunks": """full-cache; leading *; cache-craft, *; rekindle 30%; rekindle 50%; KL, *; ROUGE-L, *;
+    "chunks": """full-cache; leading *; cache-craft, *; rekindle 30%; rekindle 40%; KL, *; ROUGE-L, *;
         * reused: first token; * warmed: first token; 300 questions *: speedup""",
     "anywhere": """*, text""",
     "text": """search *; size *""",
@@ -131,11 +131,12 @@ def keep(result: dict[str, Any]) -> None:
     """Keep a result with the commit it belongs to."""
     device = result["machine"]["architecture"] if result["device"] == "cpu" else result["device"].replace(" ", "-")
     engine = "" if result.get("engine", "hf") == "hf" else f"-{result['engine']}"
-    shape = f"-{result['shape']}" if result["bench"] == "adapters" and "shape" in result else ""
+    other = result["bench"] in ("adapters", "chunks") and result["model"] != "smollm2"
+    model = f"-{result['model']}" if other else ""
     workload = f"-{result['workload']}" if result["bench"] == "serve" and "workload" in result else ""
     dirty = " with changes" if _git("status", "--porcelain", "--", "src", "benchmarks").stdout.strip() else ""
     commit = result.get("commit") or f"{_git('rev-parse', '--short', 'HEAD').stdout.strip() or 'none'}{dirty}"
-    path = KEPT / f"{result['bench']}{engine}{workload}{shape}-{device}.json"
+    path = KEPT / f"{result['bench']}{engine}{workload}{model}-{device}.json"
     path.write_text(json.dumps({**result, "commit": commit}, indent=1) + "\n", "utf-8")
 
 
