@@ -31,7 +31,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 41, 0, "the first prompt beside a slow link nobody knew takes 1.04 of its time, 1.36 before"),
     ("rekindle", 4, 0, "the planner takes pieces on a tier as one load; a link that brings nothing is measured"),
     ("rekindle", 8, 0, "what a model in the background answered is given before it is loaded again: 1 s, 7 s before"),
-    ("rekindle", 5, 0, "passages may be scored on an accelerator: rivals of chunk reuse are measured there as they are"),
+    ("rekindle", 5, 0, "passages may be scored on an accelerator, so that bench chunks can measure its rivals there"),
     ("benchmarks", 6, 0, "baselines of bench answers give stored answers again: one length counted as cut off"),
     ("benchmarks", 4, 0, "bench chunks scores them there; answers: direct beside rivals that give no wrong answer"),
 )
