@@ -176,7 +176,8 @@ def section(bench: str) -> str:
         for row in result["table"]
         if any(fnmatchcase(row["measure"], wanted) for wanted in headlines(bench))
     ]
-    return "\n".join([f"## {bench}", "", *drawn, *[""] * bool(drawn), *sources, "", table(rows[:MAX_ROWS]), ""])
+    charted = [" ".join(drawn), ""] * bool(drawn)
+    return "\n".join([f"## {bench}", "", *charted, *sources, "", table(rows[:MAX_ROWS]), ""])
 
 
 def commands(result: dict[str, Any]) -> str:

@@ -11,12 +11,22 @@ from typer.testing import CliRunner
 
 from benchmarks import base
 from benchmarks.__main__ import app
+from benchmarks.baselines.recompute_policies import ScoredChunks
 from benchmarks.chunks.endurance import slope
 from benchmarks.chunks.modes import held, partly_changed
 from benchmarks.quality import best_f1
-from rekindle.session.calibrate.budget import TriedBudget, min_budget
-from rekindle.session.calibrate.prompts import PASSAGES, read_questions
+from rekindle.chunks.prefill import ChunkPrefill
+from rekindle.core.document import Quote
+from rekindle.engine.fake import FakeEngine
+from rekindle.session.calibrate.budget import PassageTrials, TriedBudget, min_budget
+from rekindle.session.calibrate.prompts import PASSAGES, PassagePrompt, read_questions
 from tests.benchmarks.test_units import stopping_after
+
+
+class Accelerated(FakeEngine):
+    """Says that it does not compute on a CPU."""
+
+    device = "an accelerator"
 
 
 def tried(*pairs: tuple[float, float]) -> list[TriedBudget]:
@@ -61,6 +71,20 @@ def test_the_sample_answers_its_questions_in_what_is_marked() -> None:
     for one in read_questions(None):
         marked = " ".join(quote.text for quote in one.paragraphs[:3])
         assert len(one.paragraphs) == 6 and all(answer in marked for answer in one.answers), one.question
+
+
+@pytest.mark.parametrize(("chunks", "scored"), [(ChunkPrefill, False), (ScoredChunks, True)])
+def test_on_an_accelerator_passages_are_scored_for_the_bench_alone(chunks: type[ChunkPrefill], *, scored: bool) -> None:
+    quotes = tuple(Quote(f"Passage {number} says that boat {number} leaves at {number}.") for number in range(3))
+    engine = Accelerated()
+    with PassageTrials.warmed(engine, [PassagePrompt("Who?", quotes)], lambda _: None, chunks) as session:
+        prompt = PassagePrompt("Why?", quotes[::-1])
+        tokens = prompt.encode(engine)
+        with session.cache.peek(prompt.request(), tokens.tokens, tokens.prompt_layout) as prefill:
+            passages = prefill.lookup.passages
+            assert passages is not None and all(chunk.known for chunk in passages.picked)
+            received = [set(chunk.known.variant.scores.received.tolist()) for chunk in passages.picked if chunk.known]
+    assert all((len(some) > 1) == scored for some in received), received
 
 
 def test_the_budget_lies_between_the_last_that_was_too_small_and_the_first_that_was_enough() -> None:
