@@ -114,6 +114,8 @@ def panels_of(result: Result) -> Sequence[Panel]:
             return [_calibrated]
         case "chunks" if "sizes" in result:
             return [_chunks_shape]
+        case "chunks" if result["endurance"] is None:
+            return _PANELS["chunks"][:2]
         case "adapters" if "shape" in result:
             return [_adapters_shape]
         case "adapters" if "scenarios" not in result:
@@ -191,11 +193,11 @@ def _chunks_part(field: str, form: str, title: str) -> Panel:
 
 
 def _is_main(mode: str) -> bool:
-    return mode in ("set-cache", "full-cache", "random", "h2o", "leading", "cache-craft", "rekindle")
+    return mode in ("set-cache", "full-cache", "random", "h2o", "leading", "cacheblend", "cache-craft", "rekindle")
 
 
 def _chunks_endurance(axes: Any, result: Result) -> None:
-    windows = (result["endurance"] or {}).get("windows") or []
+    windows = result["endurance"].get("windows") or []
     at = [one["first"] + one["questions"] / 2 for one in windows]
     speeds = {"times sooner than the prefix cache": (at, [one["ttft_vs_prefix"] for one in windows])}
     lines(axes, speeds if windows else {}, "question", "first token over a long run")

@@ -33,7 +33,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 8, 0, "what a model in the background answered is given before it is loaded again: 1 s, 7 s before"),
     ("rekindle", 5, 0, "passages may be scored on an accelerator, so that bench chunks can measure its rivals there"),
     ("benchmarks", 6, 0, "baselines of bench answers give stored answers again: one length counted as cut off"),
-    ("benchmarks", 4, 0, "bench chunks scores them there; answers: direct beside rivals that give no wrong answer"),
+    ("benchmarks", 6, 0, "bench chunks scores them there; answers: direct beside rivals that give no wrong answer"),
 )
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
