@@ -155,8 +155,10 @@ def test_it_leaves_after_keep_alive_and_keeps_what_was_computed(runtime: Path, m
     assert list((runtime / "rekindle").glob("*.sock")) == []
     kept = json.loads(rekindle("cache", "ls", "--json").stdout)
     assert [(entry["model"], entry["tokens"] > 32) for entry in kept] == [("tiny", True)]
-    again = runner(model).run(prompt, print)  # loaded from the cache, or computed where that is sooner
+    again = runner(model).run(prompt, print)
     assert again["load_seconds"] is not None and again["reply"]["text"] == first["reply"]["text"]
+    reuse = again["reply"]["reuse"]  # found, and loaded unless this machine is busy: never "unknown" or "lost"
+    assert (reuse["disk"] > 0 and reuse["miss"] is None) or reuse["miss"] in ("late", "slower"), reuse
 
 
 def test_stop_frees_the_model(runtime: Path, model: Path) -> None:
