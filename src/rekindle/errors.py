@@ -16,8 +16,7 @@ RekindleError
 |   |-- CacheUnusable       the folder or its catalog cannot be opened
 |   |-- KvLost              KV that was found could not be read: compute it instead
 |   |-- EntryNotFound       no entry of that name
-|   |-- PinRefused          what is pinned would take more of the limit than it may
-|   `-- BrokenArchive       an archive that is damaged, incomplete or something else
+|   `-- PinRefused          what is pinned would take more of the limit than it may
 |-- KnowledgeError          documents cannot be read, kept or found
 |   |-- UnreadableDocument  a file that holds no text that can be read: damaged, encrypted, too large, or no document
 |   |-- DocumentNotFound    no document of that name
@@ -111,10 +110,6 @@ class EntryNotFound(CacheError):
 
 class PinRefused(CacheError):
     """What is pinned would take more of the cache's limit than it may."""
-
-
-class BrokenArchive(CacheError):
-    """An archive of a cache that is damaged, incomplete or something else."""
 
 
 class KnowledgeError(RekindleError):

@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 from rekindle.cli.main import app
 from rekindle.core.size import human_bytes
-from rekindle.errors import BrokenArchive, CacheUnusable, EntryNotFound, InvalidSetting, RekindleError
+from rekindle.errors import CacheUnusable, EntryNotFound, InvalidSetting, RekindleError
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import KV_SPACE, keep, load
+from tests.kvs import KV_SPACE, keep
 
 PROMPTS = [list(range(100)), [*range(64), *range(500, 620)], list(range(9000, 9300))]
 ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
@@ -132,19 +132,6 @@ def test_gc_removes_strays_and_nothing_else(folder: Path) -> None:
     (folder / "extents" / "0123456789abcdef.kv").write_bytes(b"stray")
     assert "1 leftover file removed" in cache(folder, "gc").stdout
     assert len(entries(folder)) == 3 == len(list((folder / "extents").iterdir()))
-
-
-def test_export_and_import(folder: Path, tmp_path: Path) -> None:
-    archive = tmp_path / "a.tar"
-    assert "3 entries exported" in cache(folder, "export", str(archive)).stdout
-    brought = cache(tmp_path / "new", "import", str(archive), "--json")
-    assert json.loads(brought.stdout) == {"kept": 3, "known": 0, "refused": []}
-    with TieredStore(tmp_path / "new", ROOMY) as store:
-        assert [load(store, tokens) for tokens in PROMPTS] == [100, 184, 300]
-    archive.write_bytes(archive.read_bytes()[:3000])
-    assert isinstance(cache(tmp_path / "new", "import", str(archive)).exception, BrokenArchive)
-    nowhere = cache(folder, "export", str(tmp_path / "no" / "a.tar")).exception
-    assert isinstance(nowhere, InvalidSetting)
 
 
 @pytest.mark.parametrize("command", ["ls", "stats", "check", "gc", "clear"])

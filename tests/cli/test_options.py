@@ -104,7 +104,7 @@ def test_an_empty_file_is_called_empty(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["run smollm2 -f", "warm", "explain", "cache import", "knowledge import", "trust", "cache ls --key-file"]
+    "command", ["run smollm2 -f", "warm", "explain", "knowledge import", "trust", "cache ls --key-file"]
 )
 def test_a_file_that_is_not_there_is_named_in_the_same_words(command: str, tmp_path: Path) -> None:
     file = tmp_path / ("rekindle.toml" if command == "trust" else "gone.txt")

@@ -1,6 +1,6 @@
 """Hostile inputs of every parser. One module a family of them; each has its name."""
 
 FAMILIES = (
-    "adapters", "archives", "coded_layers", "extents", "ggufs", "manifests", "model_folders", "onnx_graphs", "settings"
+    "adapters", "coded_layers", "extents", "ggufs", "manifests", "model_folders", "onnx_graphs", "settings"
 )  # fmt: skip
 THOROUGH = True  # left out of `make quick`, not even imported

@@ -10,7 +10,6 @@ import json
 import struct
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,8 +48,6 @@ except BaseException as caught:
     error = type(caught).__name__
 print(json.dumps([error, hwm() - before, time.process_time() - started, written() - wrote]))
 """
-_IMPORT = "from rekindle.store.archive import import_; from rekindle.store.tiered import TieredStore"
-_TO = 'import_(lambda: TieredStore(path.parent / "to"), path, evict=False)'
 
 
 @dataclass(frozen=True)
@@ -81,49 +78,6 @@ def refused(outcome: Outcome, error: str) -> bool:
     """Whether a file was refused, at once and for little."""
     cheap = outcome.memory_bytes <= 64 << 20 and outcome.cpu_seconds <= 2 and outcome.written_bytes <= 1 << 20
     return cheap and outcome.error == error
-
-
-def tar_header(name: str, size: bytes, kind: bytes, more: bytes = b"") -> bytes:
-    """A header with its checksum. `more` is what some kinds have at its end, from byte 345 on."""
-    header = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
-    header[124:136], header[156:157] = size.ljust(12, b"\0"), kind
-    header[345 : 345 + len(more)] = more
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header)
-
-
-def test_a_tar_whose_member_ends_where_it_begins_is_refused(tmp_path: Path) -> None:
-    minus_512 = b"\xff" * 10 + b"\xfe\x00"
-    for kind in (b"0", b"x", b"L", b"S"):
-        data = tar_header("manifest.json", minus_512, kind).ljust(3072, b"\0")
-        (tmp_path / "a.tar").write_bytes(data)
-        outcome = outcome_of(tmp_path / "a.tar", _IMPORT, _TO)
-        assert refused(outcome, "BrokenArchive"), (kind, outcome)
-
-
-@pytest.mark.parametrize("form", ["rekindle-archive/1", "rekindle-archive/3"])
-def test_a_sparse_tar_is_refused_before_its_holes_are_written(tmp_path: Path, form: str) -> None:
-    real, entry = 3_200_000_000, dict.fromkeys(("name", "model", "identity", "tenant", "salt", "codec"), "x")
-    entry |= {"sha256": "0" * 64, "adapter": None}
-    holes = b"\0" * 41 + b"%011o\0%011o\0" % (real - 512, 512) + b"\0" * 72 + b"\0" + b"%011o\0" % real
-    parts = []
-    if form.endswith("1"):
-        entry |= {"size_bytes": real, "depth": 0, "parent": "0" * 32, "tokens": "00000000"}
-        entry |= {"layout": '{"dtype":"float16","layers":[[1,1,1]]}'}
-        members = [("manifest.json", json.dumps({"format": form, "entries": [entry]}).encode())]
-    else:
-        manifest = json.dumps({"format": form, "entries": 1}).encode().ljust(128)
-        members = [("manifest.json", manifest), ("entries/x.json", json.dumps(entry).encode())]
-    for name, data in members:
-        info = tarfile.TarInfo(name)
-        info.size, info.mode = len(data), 0o600
-        parts += [info.tobuf(tarfile.GNU_FORMAT), data, bytes(-len(data) % 512)]
-    parts += [tar_header("extents/x.kv", b"%011o" % 512, b"S", holes), bytes(512), bytes(1024)]
-    (tmp_path / "a.tar").write_bytes(b"".join(parts))
-    assert (tmp_path / "a.tar").stat().st_size < 5000
-    outcome = outcome_of(tmp_path / "a.tar", _IMPORT, _TO)
-    assert refused(outcome, "BrokenArchive"), outcome
 
 
 def zeros_frame(size: int) -> bytes:
@@ -183,30 +137,6 @@ def test_an_extent_of_another_layout_than_the_engine_has_is_refused(tmp_path: Pa
     bomb(tmp_path / "x.kv", 24_576_000, KvLayout("float16", (LayerShape(1, 24_576_000, 1),)), "kv_space")
     outcome = outcome_of(tmp_path / "x.kv", _OPEN, 'files.read(files.open(row, "kv_space"), 0, Span(0, 32), out)')
     assert refused(outcome, "Damaged"), outcome
-
-
-def test_an_archive_with_a_coded_extent_is_refused(tmp_path: Path) -> None:
-    import hashlib
-    import io
-
-    from rekindle.store.archive import (
-        ArchiveEntry,
-        entry_member,
-        extent_member,
-        manifest_bytes,
-        member_info,
-        tar_writer,
-    )
-
-    bomb(tmp_path / "x.kv", 24_576_000, KvLayout("float16", (LayerShape(1, 24_576_000, 1),)), "")
-    data = (tmp_path / "x.kv").read_bytes()
-    entry = ArchiveEntry("x", hashlib.sha256(data).hexdigest(), "m", "i", "t", "s", None, "quantized")
-    with (tmp_path / "a.tar").open("wb") as file, tar_writer(file) as tar:
-        members = {"manifest.json": manifest_bytes(1), entry_member("x"): entry.to_bytes(), extent_member("x"): data}
-        for name, content in members.items():
-            tar.addfile(member_info(name, len(content)), io.BytesIO(content))
-    outcome = outcome_of(tmp_path / "a.tar", _IMPORT, _TO)
-    assert refused(outcome, "BrokenArchive"), outcome
 
 
 def test_the_longest_manifest_takes_itself_and_little_more(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.errors import KvLost
-from rekindle.store.archive import export, import_
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.catalog import Extent
 from rekindle.store.check import CacheProblem, check
@@ -634,7 +633,7 @@ def test_a_sparse_delta_is_rewritten_as_a_delta(store: TieredStore) -> None:
     assert problems(store) == ()
 
 
-# -- purge, archives ---------------------------------------------------------------------------------------------------
+# -- purge -------------------------------------------------------------------------------------------------------------
 
 SECRET = [50_000 + 7 * place for place in range(70)]
 ASKED = [*T[:100], *SECRET, *T[:100]]
@@ -656,30 +655,6 @@ def test_a_purge_leaves_what_is_before_the_tokens_in_every_kv_space(store: Tiere
     store.purge("local", "", [TokenRun("words", token_bytes(SECRET))])
     assert load_all(store, ASKED) == [96] * 3
     assert problems(store) == ()
-
-
-def test_differences_are_exported_and_imported(tmp_path: Path) -> None:
-    with TieredStore(tmp_path / "from", ROOMY) as store:
-        for stop in (70, 200):
-            keep_all(store, T[:stop])
-        entries = len(store.disk.entries())
-        assert export(store.disk, tmp_path / "a.tar").entries == entries
-    done = import_(lambda: TieredStore(tmp_path / "to", ROOMY), tmp_path / "a.tar", evict=False)
-    assert (done.kept, done.refused) == (entries, ())
-    with TieredStore(tmp_path / "to", ROOMY) as store:
-        assert load_all(store) == [200] * 3
-        assert {row.coding for row in rows_of(store, ONE)} == {"exact"}
-        assert problems(store) == ()
-
-
-def test_a_difference_is_exported_alone_and_imported_whole(tmp_path: Path) -> None:
-    with TieredStore(tmp_path / "from", ROOMY) as store:
-        keep_all(store)
-        assert export(store.disk, tmp_path / "a.tar", [rows_of(store, ONE)[0].name]).entries == 1
-    import_(lambda: TieredStore(tmp_path / "to", ROOMY), tmp_path / "a.tar", evict=False)
-    with TieredStore(tmp_path / "to", ROOMY) as store:
-        assert load_all(store) == [0, 200, 0]
-        assert codings(store, T, ONE) == [("raw", 200)]
 
 
 # -- the law -----------------------------------------------------------------------------------------------------------

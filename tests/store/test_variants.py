@@ -16,7 +16,6 @@ from rekindle.core.chunk import ChunkScores, Variant, chunk_digest, nonprefix
 from rekindle.core.keys import KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import Closed, InvalidSetting
-from rekindle.store.archive import export, import_
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.variant_rows import listing
 from rekindle.store.check import check
@@ -353,7 +352,7 @@ def test_nonprefix_kv_obeys_limit_and_admission_like_any_other(tmp_path: Path) -
         assert find(store, CHUNK) == []
 
 
-# -- purge, check, archive, versions -----------------------------------------------------------------------------------
+# -- purge, check, versions --------------------------------------------------------------------------------------------
 
 
 def test_after_a_purge_no_trace_of_the_tokens_is_left_in_rows_nor_in_nonprefix_kv(tmp_path: Path) -> None:
@@ -402,19 +401,6 @@ def test_a_check_finds_nothing_wrong_with_rows_whose_blocks_went(tmp_path: Path)
         assert check(store.disk, fix=True).problems == ()
         (known,) = find(store, CHUNK)
         assert known.nonprefix and rows(store) == 1
-
-
-def test_an_archive_carries_exact_kv_alone(tmp_path: Path) -> None:
-    with TieredStore(tmp_path / "c", ON_DISK) as store:
-        listed(store)
-        store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
-        done = export(store.disk, tmp_path / "archive")
-        assert (done.entries, done.left_out) == (1, 0)
-    imported = import_(lambda: TieredStore(tmp_path / "d", ON_DISK), tmp_path / "archive", evict=False)
-    assert (imported.kept, imported.refused) == (1, ())
-    with TieredStore(tmp_path / "d", ON_DISK) as store:
-        assert load(store, PROMPT) == len(PROMPT) and variant_counts(store) == VariantCounts()
-        assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)]) == 1
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_without_a_budget_nothing_is_refused_and_nothing_spent(tmp_path: Path, c
         outcomes(store, range(2))
         with opened(tmp_path / "c", clock, None) as free:
             assert outcomes(free, range(2, 12)) == ["kept"] * 10
-        assert left(store) == size, "what `cache import` or another setting writes is not taken from it"
+        assert left(store) == size, "what another setting writes is not taken from it"
         assert report.written(store.disk, None)["written_day_bytes"] == 12 * size
 
 

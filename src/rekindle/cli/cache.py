@@ -278,57 +278,6 @@ def gc(folder: Folder = None, key_file: KeyFile = None) -> None:
     typer.echo(f"{count_of(removed, 'leftover file')} removed")
 
 
-@cache.command("export")
-def export_entries(
-    file: Annotated[Path, typer.Argument(help="The archive to write.")],
-    entries: Annotated[list[str] | None, typer.Argument(metavar="ENTRY...", help="Entries; default: all.")] = None,
-    folder: Folder = None,
-    key_file: KeyFile = None,
-) -> None:
-    """Write entries, and those they depend on, into one archive with digests."""
-    from rekindle.cli.console import counting
-    from rekindle.store.archive import export
-
-    if not file.absolute().parent.is_dir():
-        raise InvalidSetting(f"There is no folder {file.absolute().parent} to write the archive to.")
-    with open_cache(folder, key_file) as store, counting("export") as progress:
-        done = export(store, file, entries or (), progress)
-    typer.echo(f"{_entries(done.entries)} exported to {file}")
-    if done.left_out:
-        typer.echo(f"left out, because they cannot be read: {_entries(done.left_out)}. `rekindle cache check` says why")
-
-
-@cache.command("import")
-def import_entries(
-    file: Annotated[Path, typer.Argument(help="An archive that `rekindle cache export` wrote.")],
-    disk_limit: Annotated[
-        str | None,
-        typer.Option(help="Evict other entries to stay within this limit (10GB, 10%); default: evict nothing."),
-    ] = None,
-    folder: Folder = None,
-    key_file: KeyFile = None,
-    json: AsJson = False,
-) -> None:
-    """Verify a whole archive, then keep what is new."""
-    from rekindle.cli.console import counting
-    from rekindle.store.archive import import_
-    from rekindle.store.settings import StoreSettings
-    from rekindle.store.tiered import TieredStore
-
-    settings = StoreSettings(disk_limit=disk_limit or "90%", memory_limit=0, key=_key(key_file))
-    with counting("import") as progress:
-        place = folder or chosen_folder()
-        done = import_(lambda: TieredStore(place, settings), file, evict=disk_limit is not None, progress=progress)
-    if json:
-        print_json(asdict(done))
-        return
-    typer.echo(f"{_entries(done.kept)} added, {done.known:,} were there already, {len(done.refused):,} refused")
-    for reason in sorted(set(done.refused)):
-        typer.echo(f"refused: {reason}")
-    if done.refused and not done.kept:
-        raise typer.Exit(1)
-
-
 @contextmanager
 def open_cache(
     folder: Path | None, key_file: Path | None, *, write: bool = False, limit: str = "100%"
