@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.identity import digest_of_fields
 from rekindle.core.kv import Span
-from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
+from rekindle.errors import BrokenModel, ModelNotFound, NotAModel, UnsupportedModel
 from rekindle.models.files import is_file
 from rekindle.safe_read import MAX_VALUES, VALUE_BYTES, parse_untrusted_json
 
@@ -124,7 +124,18 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _DIGESTED_FILES = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_DIGESTED_IF_THERE = ("tekken.json", "tokenizer.*.json", "tokenizer.model.*", "*.tiktoken", "*.model")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+# `from_pretrained` would load these without being asked. The identity covers everything else that it reads, but for the
+# generation config (only the tokens that end a reply are taken from it) and the implementations of attention and of
+# experts, which the engine chooses itself. Code of a folder is never run.
+_OTHER_WEIGHTS = {
+    "adapter_config.json": "holds a LoRA adapter. Move the adapter's two files to a folder of their own and name that "
+    "with --adapter",
+    "shard-*-of-*.safetensors": f"holds a distributed checkpoint. Save the model as {WEIGHTS}",
+}
+_OTHER_MODEL_FIELDS = ("transformers_weights", "fusion_config", "configuration_files")
 GENERATING = (
     "CausalLM",
     "LMHeadModel",
@@ -134,20 +145,30 @@ _LARGEST_JSON_BYTES = 24 << 20  # the index of 150,000 tensors is shorter
 
 
 def check_folder(folder: Path) -> list[Path]:
-    """The weight files of a model folder.
+    """The weight files of a model folder: all weights that loading it reads.
 
     Raises `ModelNotFound` if there is no folder, `NotAModel` if it is something else, `BrokenModel` if files are
-    missing or truncated.
+    missing or truncated, and `UnsupportedModel` if transformers would load more than the weight files.
     """
     if not folder.is_dir():
         raise ModelNotFound(f"There is no folder {folder}.")
-    read_config(folder)
+    config = read_config(folder)
+    refuse_other_weights(folder)
+    if other := next((name for name in _OTHER_MODEL_FIELDS if config.get(name) is not None), None):
+        raise UnsupportedModel(f"{folder / 'config.json'} names other files or kernels ({other}). Remove that field.")
     weights = find_weights(folder)
     for file in weights:
         read_tensor_infos(file)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise BrokenModel(f"{folder} has no tokenizer (tokenizer.json). Copy it from where the model came from.")
     return weights
+
+
+def refuse_other_weights(folder: Path) -> None:
+    """Raise `UnsupportedModel` for files beside a model that transformers would load without being asked."""
+    for pattern, advice in _OTHER_WEIGHTS.items():
+        if other := next(folder.glob(pattern), None):
+            raise UnsupportedModel(f"{folder} is a model, but {other.name} beside it {advice}.")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -174,6 +195,8 @@ def find_weights(folder: Path) -> list[Path]:
             names = sorted(set(read_json(index)["weight_map"].values()))
             if not all(isinstance(name, str) for name in names):
                 raise ValueError("a name that is no text")
+            if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None):
+                raise ValueError(f"{outside} is outside of the folder")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise BrokenModel(f"{index} is damaged ({error!r}). Get it again.") from error
         missing = [name for name in names if not is_file(folder / name)]
@@ -203,6 +226,7 @@ def tokenizer_digest(folder: Path) -> str:
     for name in _DIGESTED_FILES:
         path = folder / name
         fields += [name, path.read_bytes() if path.is_file() else b""]
+    fields += _names_and_bytes(folder, _DIGESTED_IF_THERE)
     config = read_tokenizer_config(folder)
     config.pop("chat_template", None)
     return digest_of_fields(*fields, json.dumps(config, sort_keys=True) if config else "")
@@ -213,7 +237,12 @@ def template_digest(folder: Path) -> str:
     config = read_tokenizer_config(folder)
     inline = json.dumps(config.get("chat_template"), sort_keys=True) if config else ""
     files = [path.read_bytes() if (path := folder / name).is_file() else b"" for name in _TEMPLATE_FILES]
-    return digest_of_fields("rekindle/template/1", *files, inline)
+    return digest_of_fields("rekindle/template/1", *files, inline, *_names_and_bytes(folder, (_MORE_TEMPLATES,)))
+
+
+def _names_and_bytes(folder: Path, patterns: Iterable[str]) -> list[str | bytes]:
+    found = sorted({path for pattern in patterns for path in folder.glob(pattern)} - {folder / "tokenizer.model"})
+    return [field for path in found for field in (path.name, path.read_bytes())]
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:

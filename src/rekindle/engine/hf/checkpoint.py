@@ -30,7 +30,7 @@ from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, Unsupported
 from rekindle.models.download import no_space
 from rekindle.models.files import digest_of_files
 from rekindle.models.gguf import read_header
-from rekindle.models.hf_folder import GENERATING, check_folder, template_digest, tokenizer_digest
+from rekindle.models.hf_folder import GENERATING, check_folder, refuse_other_weights, template_digest, tokenizer_digest
 from rekindle.text.chat_template import render_template, start_renderer
 from rekindle.text.reasoning import think_variables
 from rekindle.text.tokenizer import HfTokenizer
@@ -162,7 +162,9 @@ def fingerprint_of(model: PreTrainedModel) -> Fingerprint:
 
 def _load_config(folder: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config._attn_implementation = config._experts_implementation = None  # a folder could name code to download
+        return config
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(f"{folder} cannot be loaded: {str(error).splitlines()[0]} {ADVICE}") from error
 
@@ -177,7 +179,10 @@ def _load_model(folder: Path, config: Any, placement: Placement) -> PreTrainedMo
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
             dtype=placement.dtype,
             device_map={"": placement.device},
             output_loading_info=True,
@@ -232,6 +237,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 def _write_folder(gguf: Path, work: Path) -> None:
     where, file = str(gguf.parent), gguf.name
+    refuse_other_weights(gguf.parent)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file, trust_remote_code=False)
         loaded = AutoModelForCausalLM.from_pretrained(

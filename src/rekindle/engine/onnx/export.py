@@ -13,7 +13,7 @@ from pathlib import Path
 from rekindle.errors import EngineMissing, UnsupportedModel
 from rekindle.models.download import no_space, require_space
 from rekindle.models.files import ModelFiles
-from rekindle.models.hf_folder import find_weights
+from rekindle.models.hf_folder import check_folder
 from rekindle.models.onnx_folder import GRAPH, PRECISIONS, OnnxForm
 from rekindle.models.registry import exported_folder
 
@@ -44,7 +44,7 @@ def export(files: ModelFiles, form: OnnxForm) -> Path:
     Raises `UnsupportedModel` for a model that the builder does not take, and `NoSpace`.
     """
     target = exported_folder(files, form)
-    require_space(target.parent, sum(path.stat().st_size for path in find_weights(files.folder)), f"{files.name}")
+    require_space(target.parent, sum(path.stat().st_size for path in check_folder(files.folder)), f"{files.name}")
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _build(files, form, work / "out", work)
