@@ -24,25 +24,18 @@ from rekindle.cli.options import loading_options, server_options, serving_option
 from rekindle.errors import InvalidSetting
 from rekindle.machine import config_folder
 from rekindle.settings import GROUPS, SETTINGS, ServerSettings, Settings, names_in
-from rekindle.settings.file import SettingsFile, trust
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
 NAMES = list(Settings.__annotations__)
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, without a rekindle.toml."""
-    folder = tmp_path / "here"
-    folder.mkdir()
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, where the user's own rekindle.toml would be."""
+    folder = Path(os.environ["XDG_CONFIG_HOME"]) / "rekindle"
+    folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     return folder
-
-
-def write_trusted(folder: Path, content: str) -> None:
-    """A rekindle.toml in this folder, which the user trusts."""
-    (folder / "rekindle.toml").write_bytes(content.encode())
-    trust(SettingsFile.read(folder / "rekindle.toml"))
 
 
 def refusal(load: Callable[[], object]) -> str:
@@ -61,34 +54,30 @@ def test_without_any_source_the_defaults_hold() -> None:
 def test_a_flag_beats_the_environment_and_the_environment_beats_the_file(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_trusted(own_folder, 'tenant = "file"\npolicy = "file"\ndevice = "file"\n')
+    (own_folder / "rekindle.toml").write_bytes(b'tenant = "file"\npolicy = "file"\ndevice = "file"\n')
     monkeypatch.setenv("REKINDLE_TENANT", "environment")
     monkeypatch.setenv("REKINDLE_POLICY", "environment")
     assert Settings.load({"tenant": "flag"}) == Settings(tenant="flag", policy="environment", device="file")
 
 
 def test_none_and_empty_variables_count_as_not_given(own_folder: Path) -> None:
-    write_trusted(own_folder, 'cache = "off"\ntenant = "file"\n')
+    (own_folder / "rekindle.toml").write_bytes(b'cache = "off"\ntenant = "file"\n')
     settings = Settings.load({"cache": None}, environment={"REKINDLE_TENANT": "", "REKINDLE_UNHEARD_OF": ""})
     assert settings == Settings(cache="off", tenant="file")
 
 
 def test_the_word_none_overrules_a_weaker_source(own_folder: Path) -> None:
-    write_trusted(own_folder, 'cache = "off"\nttl = "7d"\ncontext = 9\n')
+    (own_folder / "rekindle.toml").write_bytes(b'cache = "off"\nttl = "7d"\ncontext = 9\n')
     settings = Settings.load({"cache": "none"}, environment={"REKINDLE_TTL": "None"})
     assert settings == Settings(context=9)
 
 
-def test_the_file_is_the_named_one_else_the_one_here_over_the_users_own(
+def test_the_file_is_the_named_one_else_the_users_own(
     own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    users = Path(os.environ["XDG_CONFIG_HOME"]) / "rekindle" / "rekindle.toml"
     named, argument = tmp_path / "named.toml", tmp_path / "argument.toml"
-    users.parent.mkdir(parents=True)
-    users.write_text('context = 1\ntenant = "me"')
+    (own_folder / "rekindle.toml").write_text('context = 1\ntenant = "me"')
     assert Settings.load() == Settings(context=1, tenant="me")
-    (own_folder / "rekindle.toml").write_text("context = 2")
-    assert Settings.load() == Settings(context=2, tenant="me")
     named.write_text("context = 3")
     monkeypatch.setenv("REKINDLE_CONFIG", str(named))
     assert Settings.load() == Settings(context=3)
@@ -137,9 +126,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(own_folder: Path) -> No
     said = refusal(lambda: Settings.load(environment={"REKINDLE_DISK_LIMITS": "1GB"}))
     assert said == "Unknown variable 'REKINDLE_DISK_LIMITS'. Did you mean 'REKINDLE_DISK_LIMIT'?"
     (own_folder / "rekindle.toml").write_text('polciy = "lru"')
-    assert refusal(Settings.load) == "Unknown key in rekindle.toml: 'polciy'. Did you mean 'policy'?"
+    assert refusal(Settings.load) == f"Unknown key in {own_folder}/rekindle.toml: 'polciy'. Did you mean 'policy'?"
     (own_folder / "rekindle.toml").write_text('[store]\npolicy = "lru"')
-    assert refusal(Settings.load).startswith("Unknown key in rekindle.toml: 'store'.")
+    assert refusal(Settings.load).startswith(f"Unknown key in {own_folder}/rekindle.toml: 'store'.")
     assert "cache_salt" in refusal(lambda: Settings.load({"zzz": None}))  # nothing is near: all are named
 
 
@@ -158,7 +147,7 @@ def test_a_value_is_read_as_the_type_of_its_setting(own_folder: Path) -> None:
         assert Settings.load(environment={"REKINDLE_DETERMINISTIC": word}).deterministic is value
     assert Settings.load(environment={"REKINDLE_CONTEXT": "4096"}).context == 4096
     assert Settings.load(environment={"REKINDLE_REUSE": "off"}).reuse == "off"
-    write_trusted(own_folder, "\ufeffdeterministic = true\r\nmemory_limit = 1000\r\n")
+    (own_folder / "rekindle.toml").write_bytes("\ufeffdeterministic = true\r\nmemory_limit = 1000\r\n".encode())
     assert Settings.load() == Settings(deterministic=True, memory_limit="1000")
     assert Settings.load({"tiers": "memory>disk >redis"}).tiers == "memory > disk > redis"
     numbers = Settings.load({"disk_limit": 5, "write_budget": 6, "ttl": 7})
@@ -196,9 +185,9 @@ def test_a_wrong_value_is_refused_in_words_that_name_its_source(
     name: str, value: Any, right: str, own_folder: Path
 ) -> None:
     assert refusal(lambda: Settings.load({name: value})) == f"The argument {name} is {value!r}. Use {right}."
-    write_trusted(own_folder, f"{name} = {json.dumps(value)}")
+    (own_folder / "rekindle.toml").write_bytes(f"{name} = {json.dumps(value)}".encode())
     stated = refusal(Settings.load)
-    assert stated == f"{name} in rekindle.toml is {value!r}. Use {right}."
+    assert stated == f"{name} in {own_folder}/rekindle.toml is {value!r}. Use {right}."
     (own_folder / "rekindle.toml").unlink()
     variable = SETTINGS[name].variable
     if isinstance(value, str) and value:
@@ -208,7 +197,7 @@ def test_a_wrong_value_is_refused_in_words_that_name_its_source(
 
 def test_a_wrong_value_is_refused_even_where_it_is_overruled(own_folder: Path) -> None:
     (own_folder / "rekindle.toml").write_text('context = "many"')
-    assert "context in rekindle.toml" in refusal(lambda: Settings.load({"context": 5}))
+    assert f"context in {own_folder}/rekindle.toml" in refusal(lambda: Settings.load({"context": 5}))
 
 
 def test_a_file_that_cannot_be_read_is_named(own_folder: Path, tmp_path: Path) -> None:
@@ -230,7 +219,8 @@ def test_a_file_that_cannot_be_read_is_named(own_folder: Path, tmp_path: Path) -
 
 
 def test_the_server_has_the_same_sources(own_folder: Path) -> None:
-    write_trusted(own_folder, 'port = 1\ntimeout = 90\ncors_origin = ["http://a", "http://b"]\ncontext = 7\n')
+    lines = ["port = 1", "timeout = 90", 'cors_origin = ["http://a", "http://b"]', "context = 7"]
+    (own_folder / "rekindle.toml").write_text("\n".join(lines))
     environment = {"REKINDLE_PORT": "2", "REKINDLE_ALLOWED_HOSTS": "one.example, two.example", "REKINDLE_TENANT": "me"}
     found = ServerSettings.load({"queue": 3}, environment=environment)
     assert found == ServerSettings(
@@ -263,7 +253,7 @@ def test_paths_in_a_file_start_from_its_folder(tmp_path: Path, own_folder: Path)
     expected = Settings(cache=str(file.parent / "kv"), key_file=str(file.parent / "../key"))
     assert Settings.load(file=file) == expected
     assert Settings.load(environment={"REKINDLE_CONFIG": os.path.relpath(file)}) == Settings(
-        cache=str(own_folder / "../elsewhere/kv"), key_file=str(own_folder / "../elsewhere/../key")
+        cache=str(own_folder / "../../elsewhere/kv"), key_file=str(own_folder / "../../elsewhere/../key")
     )
     file.write_text('cache = "off"')
     assert Settings.load(file=file) == Settings(cache="off")
@@ -279,7 +269,7 @@ def test_a_tilde_is_the_home_everywhere(own_folder: Path, tmp_path: Path, monkey
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     expected = Settings(cache=str(tmp_path / "kv"))
     assert Settings.load({"cache": "~/kv"}) == Settings.load(environment={"REKINDLE_CACHE": "~/kv"}) == expected
-    write_trusted(own_folder, 'cache = "~/kv"')
+    (own_folder / "rekindle.toml").write_bytes(b'cache = "~/kv"')
     assert Settings.load() == expected
 
 
@@ -358,7 +348,7 @@ def test_every_setting_is_documented() -> None:
 
 def test_the_example_of_the_reference_is_right(own_folder: Path) -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    write_trusted(own_folder, example)
+    (own_folder / "rekindle.toml").write_bytes(example.encode())
     assert Settings.load().cache == str(own_folder / "kv")
 
 

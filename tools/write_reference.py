@@ -39,15 +39,11 @@ The first that says something wins:
 
 1. arguments of `Session` and of `ServerSettings` (the names below) and flags of commands
 2. variables of the environment; an empty one says nothing
-3. `rekindle.toml` in the current folder: what it says of {anywhere}; everything if you trust it (below)
-4. your own file: `rekindle/rekindle.toml` in `XDG_CONFIG_HOME` (`~/.config`; on Windows `%APPDATA%`)
-5. the default
+3. your own file: `rekindle/rekindle.toml` in `XDG_CONFIG_HOME` (`~/.config`; on Windows `%APPDATA%`)
+4. the default
 
-A file that `REKINDLE_CONFIG` names stands in place of 3 and 4.
-
-The file in the current folder may be somebody else's: that of a repository you cloned. So it may not say where prompts
-or tokens go, nor switch off what your own file says, until you have read it and typed `rekindle trust rekindle.toml`.
-That holds until the file is changed; what is ignored before is named once on standard error.
+A file that `rekindle --config FILE` or `REKINDLE_CONFIG` names stands in place of 3. A `rekindle.toml` in the current
+folder is not read: it may be somebody else's, such as that of a repository you cloned.
 
 An unknown name is refused, and so is any other variable that starts with `REKINDLE_`. Besides these there are only
 `REKINDLE_HOME`, the folder of everything Rekindle keeps, `REKINDLE_CONFIG`, and `REKINDLE_API_KEYS` of the server.
@@ -132,8 +128,7 @@ def python_page() -> str:
 
 def settings_page() -> str:
     """Every setting, by groups: its name, where it can be said, its default and what it means."""
-    anywhere = ", ".join(f"`{one.name}`" for one in SETTINGS.values() if one.anywhere)
-    lines = [SETTINGS_INTRO.replace("{anywhere}", anywhere)]
+    lines = [SETTINGS_INTRO]
     for group, title in GROUPS.items():
         lines += [f"## {title}", "", *([FLAGS_OF[group], ""] if group in FLAGS_OF else [])]
         lines += ["| name | flag | variable | default | meaning |", "|---|---|---|---|---|"]

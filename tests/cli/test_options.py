@@ -76,7 +76,6 @@ def test_a_long_text_is_cut_at_a_word() -> None:
         ("knowledge ls", "Nothing was ingested yet."),
         ("answers ls", "No question is stored yet."),
         ("idle --log", "No idle work was done yet."),
-        ("trust --list", "No settings file is trusted."),
     ],
 )
 def test_an_empty_list_says_what_is_empty(command: str, sentence: str) -> None:
@@ -90,7 +89,7 @@ def test_a_list_of_adapters_says_that_it_is_empty(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_empty_list_is_an_empty_list_for_programs() -> None:
-    for command in ("ps", "cache ls", "apps ls", "knowledge ls", "answers ls", "trust --list"):
+    for command in ("ps", "cache ls", "apps ls", "knowledge ls", "answers ls"):
         result = CliRunner().invoke(app, [*command.split(), "--json"])
         assert result.exit_code == 0 and result.stdout == "[]\n", command
 
@@ -103,11 +102,9 @@ def test_an_empty_file_is_called_empty(command: str, tmp_path: Path) -> None:
     assert result.exit_code == 1 and str(result.exception).startswith(f"{file} is empty")
 
 
-@pytest.mark.parametrize(
-    "command", ["run smollm2 -f", "warm", "explain", "knowledge import", "trust", "cache ls --key-file"]
-)
+@pytest.mark.parametrize("command", ["run smollm2 -f", "warm", "explain", "knowledge import", "cache ls --key-file"])
 def test_a_file_that_is_not_there_is_named_in_the_same_words(command: str, tmp_path: Path) -> None:
-    file = tmp_path / ("rekindle.toml" if command == "trust" else "gone.txt")
+    file = tmp_path / "gone.txt"
     if command.startswith("cache ls"):
         command = f"cache ls --folder {tmp_path} --key-file"
         (tmp_path / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n# rekindle cache 2\n")

@@ -124,7 +124,7 @@ def test_the_folder_and_limits_come_from_the_environment_and_the_file(
 ) -> None:
     (tmp_path / "rekindle.toml").write_text('cache = "here"\ndisk_limit = "50MB"\n', "utf-8")
     monkeypatch.chdir(tmp_path)
-    ok("trust", "rekindle.toml")
+    monkeypatch.setenv("REKINDLE_CONFIG", str(tmp_path / "rekindle.toml"))
     ok("warm", str(rules), "--model", str(tiny_folder))
     assert (tmp_path / "here" / "catalog.sqlite").is_file()
     stats = json.loads(ok("cache", "stats", "--json"))

@@ -1,13 +1,11 @@
-"""`rekindle doctor`: what is installed and what Rekindle chooses; `rekindle trust`: settings files that apply."""
+"""`rekindle doctor`: what is installed and what Rekindle chooses."""
 
 from __future__ import annotations
 
-import json as json_
 import platform
 import shutil
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -16,9 +14,7 @@ from rekindle.cli.options import AsJson, app, print_json, print_table
 from rekindle.core.size import human_bytes
 from rekindle.errors import EngineMissing, InvalidSetting
 from rekindle.machine import cache_folder, describe_machine, home_folder, models_folder, usable_cores
-from rekindle.settings import SETTINGS, Settings
-from rekindle.settings.file import FILE_NAME, SettingsFile, distrust, place_of, trusted_places
-from rekindle.settings.file import trust as trust_file
+from rekindle.settings import Settings
 
 _PACKAGES = (
     "torch",
@@ -194,54 +190,3 @@ def _say(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return str(value)
-
-
-@app.command()
-def trust(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help=f"The {FILE_NAME} of a folder that you work in.")
-    ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Trust it no longer.")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="List the files that are trusted.")] = False,
-    json: AsJson = False,
-) -> None:
-    """Let a rekindle.toml in the current folder set everything until it changes; an untrusted one may set little."""
-    if list_:
-        _list(as_json=json)
-        return
-    if file is None:
-        raise InvalidSetting(f"Name the file: rekindle trust {FILE_NAME}")
-    if remove:
-        if not distrust(file):
-            raise InvalidSetting(f"{file} was not trusted. `rekindle trust --list` shows what is.")
-        typer.echo(f"{place_of(file)} is no longer trusted.")
-        return
-    if file.name != FILE_NAME:
-        raise InvalidSetting(
-            f"Only a file called {FILE_NAME} is read from the current folder. Name others in REKINDLE_CONFIG."
-        )
-    Settings.load(environment={}, file=file)  # one with mistakes is refused
-    found = SettingsFile.read(file)
-    trust_file(found)
-    typer.echo(f"{found.place} is trusted until it is changed. It sets:")
-    for name, value in found.values.items():
-        if not SETTINGS[name].anywhere:
-            typer.echo(f"  {name} = {json_.dumps(value, default=str)}")  # quoted: it may hold terminal escape codes
-
-
-def _list(*, as_json: bool) -> None:
-    states = {place: _state(Path(place), digest) for place, digest in trusted_places().items()}
-    if as_json:
-        print_json([{"file": place, "state": state} for place, state in states.items()])
-        return
-    for place, state in states.items():
-        typer.echo(f"{place}: {state}")
-    if not states:
-        typer.echo("No settings file is trusted.")
-
-
-def _state(path: Path, digest: str) -> str:
-    try:
-        return "trusted" if SettingsFile.read(path).digest == digest else "changed since it was trusted"
-    except InvalidSetting:
-        return "cannot be read"

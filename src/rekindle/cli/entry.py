@@ -16,13 +16,14 @@ MODULES = {  # command -> module; without a command here, help for instance, all
     "calibrate": "bench", "chat": "chat", "doctor": "doctor", "explain": "cache", "forget": "knowledge",
     "idle": "idle", "ingest": "knowledge", "knowledge": "knowledge", "list": "models", "origin": "origin",
     "ps": "server", "pull": "models", "rm": "models", "run": "chat", "serve": "server", "stop": "server",
-    "top": "top", "trust": "doctor", "warm": "cache",
+    "top": "top", "warm": "cache",
 }  # fmt: skip
 
 
 def main() -> None:
     """Run the command line; an error of ours is one sentence on standard error and exit status 1."""
-    command = next(iter(sys.argv[1:]), "")
+    words = sys.argv[1:]
+    command = next(iter(words[2:] if words[:1] == ["--config"] else words), "")
     import_module(f"rekindle.cli.{MODULES.get(command, 'main')}")
     try:
         app()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -21,7 +22,7 @@ from rekindle import __version__
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt, why_unreadable
 from rekindle.settings import ENGINE_SETTINGS, SETTINGS, names_in
-from rekindle.settings.setting import Setting
+from rekindle.settings.setting import PREFIX, Setting
 from rekindle.text.visible import printable
 
 Group = Callable[..., dict[str, Any]]
@@ -228,6 +229,11 @@ def command_group(name: str, help: str) -> typer.Typer:
     return group
 
 
+def _use_config(file: Path | None) -> None:
+    if file is not None:
+        os.environ[f"{PREFIX}CONFIG"] = str(file.absolute())  # also for the processes that a command starts
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"rekindle {__version__}")
@@ -238,6 +244,9 @@ def _show_version(wanted: bool) -> None:
 def _root(
     version: bool = typer.Option(
         False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+    ),
+    config: Path | None = typer.Option(
+        None, "--config", metavar="FILE", help="A file of settings in place of your own.", callback=_use_config
     ),
 ) -> None:
     pass

@@ -1,14 +1,12 @@
-"""Every setting, once: name, type, default, meaning, group, and whether a stranger's file may set it.
+"""Every setting, once: name, type, default, meaning and group.
 
     given         arguments and flags        memory_limit="1GB", --memory-limit 1GB
     environment   REKINDLE_ and the name     REKINDLE_MEMORY_LIMIT=1GB
-    local file    ./rekindle.toml            context = 4096
-    user's file   the user's own             memory_limit = "1GB"
+    file          the user's rekindle.toml   memory_limit = "1GB"
     default       the one below
 
-The upper beats the lower. `REKINDLE_CONFIG` names a file in place of both. The one in the current folder may be
-anybody's, as in a repository that was cloned: unless the user trusts it (`rekindle trust FILE`), only settings marked
-`anywhere` are taken from it; the others are not even looked at, and named once in a warning.
+The upper beats the lower. `rekindle --config FILE` and `REKINDLE_CONFIG` name a file in place of the user's own. A file
+in the current folder is not read: it may be anybody's, as in a repository that was cloned.
 
 A name that is unknown, or a value of the wrong type, is refused in all of them. What a text may say (a size, a policy,
 a device) is checked by the part that uses it.
@@ -19,23 +17,19 @@ reference and its keyword argument (`rekindle.settings.keywords`) follow from th
 
 from __future__ import annotations
 
-import logging
 import os
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle.errors import InvalidSetting, nearest
-from rekindle.settings.file import SettingsFile, is_trusted, local_file, users_file
+from rekindle.settings.file import SettingsFile, users_file
 from rekindle.settings.setting import PREFIX, Setting, a_path, a_size, a_time, expand, setting, settings_of, tier_order
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-log = logging.getLogger("rekindle.settings")
 
 GROUPS = {
     "model": "Model",
@@ -70,8 +64,7 @@ class _Loadable:
 
         given        by name; None counts as not given, "none" is the value None
         environment  in place of the process's `REKINDLE_*` variables; an empty value counts as not given
-        file         in place of the one that `REKINDLE_CONFIG` names, else the user's own with `rekindle.toml` of the
-                     current folder over it; that one may set little unless the user trusts it
+        file         in place of the one that `REKINDLE_CONFIG` names, else the user's own
 
         Raises `InvalidSetting` for unknown names, wrong values and files that cannot be read, also where a stronger
         source overrules them. Paths in a file are relative to its folder; `~` is the user's home everywhere.
@@ -80,7 +73,8 @@ class _Loadable:
         variables = os.environ if environment is None else environment
         if file is None and (chosen := variables.get(f"{PREFIX}CONFIG")):
             file = Path(expand(chosen) or chosen)
-        values = _from_found_files() if file is None else _from_file(file)
+        file = users_file() if file is None else file
+        values = {} if file is None else _from_file(file)
         values |= _from_environment(variables)
         return cls(**{n: value for n, value in values.items() if n in own} | _from_arguments(given or {}, own))
 
@@ -109,7 +103,6 @@ class Settings(_Loadable):
         None,
         "Maximum number of tokens of context; none: all that the model has, as far as their KV fits half of the memory "
         "that is free when it is loaded.",
-        anywhere=True,
     )
     threads: int | None = _model(None, "llamacpp, onnx: number of threads; none: one per core.")
     gpu_layers: int | None = _model(None, "llamacpp: number of layers on the GPU; none: all, if there is one.")
@@ -442,43 +435,9 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def _from_file(path: Path) -> dict[str, Any]:
     found = SettingsFile.read(path)
-    return _parse_file(found, _names_in(found))
-
-
-def _from_found_files() -> dict[str, Any]:
-    """The user's own file, and over it the one of the current folder as far as it is trusted."""
-    own, here = users_file(), local_file()
-    values = {} if own is None else _from_file(own)
-    return values if here is None else values | _from_local_file(here)
-
-
-def _from_local_file(path: Path) -> dict[str, Any]:
-    found = SettingsFile.read(path)
-    names = _names_in(found)
-    ignored = [] if is_trusted(found) else [name for name in names if not SETTINGS[name].anywhere]
-    if ignored:
-        _tell_ignored(found.place, tuple(ignored))
-    return _parse_file(found, [name for name in names if name not in ignored])
-
-
-def _names_in(file: SettingsFile) -> list[str]:
-    _refuse_unknown(file.values, SETTINGS, f"key in {file.path}:")
-    return list(file.values)
-
-
-def _parse_file(file: SettingsFile, names: Iterable[str]) -> dict[str, Any]:
-    folder = file.path.absolute().parent
-    return {name: SETTINGS[name].parse(file.values[name], f"{name} in {file.path}", folder) for name in names}
-
-
-@cache  # once a process, however often settings are read
-def _tell_ignored(place: str, names: tuple[str, ...]) -> None:
-    log.warning(
-        "%s is not trusted, so these settings in it are ignored: %s. To apply them: rekindle trust %s",
-        place,
-        ", ".join(names),
-        shlex.quote(place),
-    )
+    _refuse_unknown(found.values, SETTINGS, f"key in {path}:")
+    folder = path.absolute().parent
+    return {name: SETTINGS[name].parse(value, f"{name} in {path}", folder) for name, value in found.values.items()}
 
 
 def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:

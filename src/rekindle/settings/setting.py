@@ -52,13 +52,9 @@ def tier_order(*orders: str) -> Kind:
     return Kind(lambda value: written.get(str(value).replace(" ", "")), " or ".join(orders))
 
 
-def setting(group: str, default: object, doc: str, *, kind: Kind | None = None, anywhere: bool = False) -> Any:
-    """Declare a field of a settings class.
-
-    kind       None: follows from the type
-    anywhere   a stranger's file may set it, as it names no file, no address and nobody, and guards nothing
-    """
-    return field(default=default, metadata={"group": group, "doc": doc, "kind": kind, "anywhere": anywhere})
+def setting(group: str, default: object, doc: str, *, kind: Kind | None = None) -> Any:
+    """Declare a field of a settings class. Without a `kind`, it follows from the type."""
+    return field(default=default, metadata={"group": group, "doc": doc, "kind": kind})
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,6 @@ class Setting:
     group: str
     default: object
     doc: str
-    anywhere: bool
     kind: Kind
     hint: Any
 
