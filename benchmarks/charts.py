@@ -45,7 +45,7 @@ def draw(panels: Sequence[tuple[Panel, Result]]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise EngineMissing("Plots need matplotlib: pip install 'rekindle[bench]'") from error
+        raise EngineMissing("Plots need matplotlib: pip install 'rekindle-llm[bench]'") from error
     figure = Figure(figsize=(5.2 * len(panels), 3.6), layout="constrained")
     for axes, (panel, result) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes, result)

@@ -263,7 +263,7 @@ class _Large:
         try:
             from usearch.index import Index
         except ImportError:
-            report.fields |= {"index_ms_100k": None, "index_reason": "usearch is not installed (rekindle[bench])"}
+            report.fields |= {"index_ms_100k": None, "index_reason": "usearch is not installed (rekindle-llm[bench])"}
             return
         if self._quick:
             report.fields |= {"index_ms_100k": None, "index_reason": "building it takes too long for a quick run"}

@@ -364,7 +364,7 @@ def _diskcache() -> Any:
     try:
         import diskcache
     except ImportError as error:
-        raise EngineMissing("This bench compares with diskcache: pip install 'rekindle[bench]'") from error
+        raise EngineMissing("This bench compares with diskcache: pip install 'rekindle-llm[bench]'") from error
     return diskcache
 
 

@@ -29,7 +29,7 @@ def _started(server: RedisServer | S3Server) -> Iterator[None]:
 @contextmanager
 def redis_server(*options: str) -> Iterator[RedisServer]:
     """A Redis of Debian's package, without persistence."""
-    pytest.importorskip("redis", reason='needs: pip install "rekindle[redis]"')
+    pytest.importorskip("redis", reason='needs: pip install "rekindle-llm[redis]"')
     server = RedisServer(options)
     with _started(server):
         yield server
@@ -38,7 +38,7 @@ def redis_server(*options: str) -> Iterator[RedisServer]:
 @contextmanager
 def s3_server(folder: Path) -> Iterator[Mapping[str, str]]:
     """The environment of a client of a SeaweedFS, which has one bucket: rekindle."""
-    pytest.importorskip("obstore", reason='needs: pip install "rekindle[s3]"')
+    pytest.importorskip("obstore", reason='needs: pip install "rekindle-llm[s3]"')
     server = S3Server(folder)
     with _started(server):
         yield server.environment()

@@ -28,6 +28,8 @@ def main() -> None:
     python = VENV / "bin" / "python"
     if not python.exists():
         run(f"environment {VENV}", [sys.executable, "-m", "venv", str(VENV)])
+    if [*VENV.glob("lib/*/site-packages/rekindle-[0-9]*-info")]:
+        run("without the package's earlier name", [str(python), "-m", "pip", "uninstall", "--yes", "rekindle"])
     own = [part for folder in (f".[{sys.argv[1]}]", *sys.argv[2:]) for part in ("-e", folder)]
     run("packages", [str(python), "-m", *PIP, *own])
 

@@ -130,7 +130,7 @@ def add_rows(report: Report, found: AnswerResults) -> None:
         "foresight": found.foresight,
     }
     if score is None:
-        fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
+        fields["rouge_l_reason"] = "rouge-score is not installed (rekindle-llm[bench])"
     fields |= {
         "reduction_best_user": fields["reduction_users"]["best"],
         "reduction_best_user_direct": fields["reduction_users_direct"]["best"],

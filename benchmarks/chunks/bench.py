@@ -65,7 +65,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report = units.report()
     report.fields |= found
     if rouge_l() is None:
-        report.fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
+        report.fields["rouge_l_reason"] = "rouge-score is not installed (rekindle-llm[bench])"
     add_rows(report)
     return report
 

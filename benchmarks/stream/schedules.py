@@ -64,7 +64,7 @@ def _case(costs: LinkCosts) -> dict[str, Any]:
     try:
         from benchmarks.waiting.exact import NotSolved, exact
     except ImportError:
-        return {**result, "reason": "scipy is not installed (rekindle[bench])"}
+        return {**result, "reason": "scipy is not installed (rekindle-llm[bench])"}
     started = time.perf_counter()
     try:
         found = exact(costs, _MAX_SECONDS)

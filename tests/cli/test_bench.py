@@ -35,7 +35,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = rekindle("bench", str(tiny_folder), "--plot", str(tmp_path / "plot.png"))
-    assert done.exit_code == 1 and "pip install 'rekindle[bench]'" in str(done.exception)
+    assert done.exit_code == 1 and "pip install 'rekindle-llm[bench]'" in str(done.exception)
 
 
 @pytest.mark.real

@@ -252,11 +252,11 @@ def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["rekindle"] == __version__ and facts["cores"] >= 1 and facts["memory_bytes"] > 0
     assert facts["engines"]["hf"] == "ready" and facts["engines_ready"]
     if importlib.util.find_spec("xllamacpp") is None:
-        assert "pip install 'rekindle[llamacpp]'" in facts["engines"]["llamacpp"]
+        assert "pip install 'rekindle-llm[llamacpp]'" in facts["engines"]["llamacpp"]
     else:
         assert facts["engines"]["llamacpp"] == "ready" and "CPU" in facts["choices"]["llamacpp: built with"]
     if importlib.util.find_spec("onnxruntime") is None:
-        assert "pip install 'rekindle[onnx]'" in facts["engines"]["onnx"]
+        assert "pip install 'rekindle-llm[onnx]'" in facts["engines"]["onnx"]
     else:
         assert facts["engines"]["onnx"] == "ready"
         assert "cpu (tested)" in facts["choices"]["onnx: execution providers"]
@@ -273,8 +273,8 @@ def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Pa
         "sys.modules.update(dict.fromkeys(hidden))\n"  # importing one raises ModuleNotFoundError
     )
     for arguments, words in {
-        ("doctor",): b"pip install 'rekindle[hf]'",
-        ("run", str(tiny_folder), "hi"): b"pip install 'rekindle[hf]'",
+        ("doctor",): b"pip install 'rekindle-llm[hf]'",
+        ("run", str(tiny_folder), "hi"): b"pip install 'rekindle-llm[hf]'",
     }.items():
         done = spawn(*arguments, PYTHONPATH=str(tmp_path))
         assert done.returncode == 1 and words in done.stderr and b"Traceback" not in done.stderr, arguments

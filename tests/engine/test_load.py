@@ -136,7 +136,7 @@ def test_what_is_missing_is_named_with_how_to_install_it(name: Any, title: str) 
     with pytest.raises(EngineMissing) as raised:
         require_packages(name, NEITHER)
     said = str(raised.value)
-    assert said.startswith(title) and said.endswith(f"pip install 'rekindle[{name}]'")
+    assert said.startswith(title) and said.endswith(f"pip install 'rekindle-llm[{name}]'")
     assert all(package in said for package in ENGINES[name])
     first, *others = ENGINES[name]
     with pytest.raises(EngineMissing, match=f"needs {first}. Install"):

@@ -212,7 +212,7 @@ def test_a_parser_that_is_not_installed_stops_only_its_files(
 
     def reading(path: Path) -> object:
         if path.suffix == ".pdf":
-            raise ExtraMissing('PDF needs: pip install "rekindle[knowledge]"')
+            raise ExtraMissing('PDF needs: pip install "rekindle-llm[knowledge]"')
         return real(path)
 
     monkeypatch.setattr(module, "read_file", reading)

@@ -634,7 +634,7 @@ def test_plain_kinds_need_no_extra() -> None:
     ("name", "data"), [("a.html", b"<p>x"), ("a.pdf", b"%PDF"), ("a.docx", b"PK"), ("a.eml", HTML)]
 )
 def test_a_missing_parser_is_told_with_the_command_that_brings_it(name: str, data: bytes) -> None:
-    with pytest.raises(ExtraMissing, match=r'pip install "rekindle\[knowledge\]"'):
+    with pytest.raises(ExtraMissing, match=r'pip install "rekindle-llm\[knowledge\]"'):
         list(read_bytes(name, data))
 
 

@@ -88,7 +88,7 @@ def test_a_server_that_is_gone_changes_no_answer_and_fails_no_request(
 @pytest.fixture
 def link(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink]:
     """The way to the server."""
-    pytest.importorskip("obstore", reason='needs: pip install "rekindle[s3]"')
+    pytest.importorskip("obstore", reason='needs: pip install "rekindle-llm[s3]"')
     link = FaultyLink(server.port)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{link.port}")
     for name, value in ACCESS.items():

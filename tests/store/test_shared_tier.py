@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("redis", reason='needs: pip install "rekindle[redis]"')
+pytest.importorskip("redis", reason='needs: pip install "rekindle-llm[redis]"')
 
 from rekindle.codec.cipher import Secret
 from rekindle.core.keys import KvSpace, Namespace

@@ -218,7 +218,7 @@ def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise EngineMissing("Plots need matplotlib: pip install 'rekindle[bench]'") from error
+        raise EngineMissing("Plots need matplotlib: pip install 'rekindle-llm[bench]'") from error
     return Figure(figsize=(8, 3), layout="constrained")
 
 

@@ -370,7 +370,7 @@ def _watch(paths: list[str], once: Callable[[list[str]], IngestResult]) -> None:
         for some in watch_changes(paths):
             once(some)
     except ImportError as error:
-        raise ExtraMissing('--watch needs: pip install "rekindle[knowledge]"') from error
+        raise ExtraMissing('--watch needs: pip install "rekindle-llm[knowledge]"') from error
     except KeyboardInterrupt:
         return
 

@@ -19,7 +19,7 @@ try:
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 except ImportError as error:  # pragma: no cover  (where the extra is not installed)
-    raise ExtraMissing('Encryption needs: pip install "rekindle[crypto]"') from error
+    raise ExtraMissing('Encryption needs: pip install "rekindle-llm[crypto]"') from error
 
 SECRET_BYTES = 32
 SALT_BYTES = 32

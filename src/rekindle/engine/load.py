@@ -137,7 +137,7 @@ def require_packages(name: EngineName, have: FindPackage = importlib.util.find_s
     """Raise `EngineMissing` if an engine's packages are not installed."""
     if lacking := missing_packages(name, have):
         raise EngineMissing(
-            f"{_TITLES[name]} needs {', '.join(lacking)}. Install it with: pip install 'rekindle[{name}]'"
+            f"{_TITLES[name]} needs {', '.join(lacking)}. Install it with: pip install 'rekindle-llm[{name}]'"
         )
 
 
@@ -165,7 +165,7 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress, reserve: Re
         size = human_bytes(4 * read_header(files.gguf).values)
         log.warning(
             "llama.cpp is not installed, so %s is converted for transformers first, once (%s). To run it as it is: "
-            "pip install 'rekindle[llamacpp]'",
+            "pip install 'rekindle-llm[llamacpp]'",
             files.name,
             size,
         )

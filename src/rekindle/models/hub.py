@@ -152,7 +152,7 @@ def _client_errors(repository: str) -> Iterator[None]:
     try:
         from huggingface_hub import errors as hub
     except ImportError as error:
-        raise EngineMissing("Models of the Hugging Face hub need its client: pip install 'rekindle[hf]'") from error
+        raise EngineMissing("Models of the Hugging Face hub need its client: pip install 'rekindle-llm[hf]'") from error
     _refuse_plain_token()
     try:
         yield

@@ -21,7 +21,7 @@ try:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 except ImportError as error:  # pragma: no cover  (where the extra is not installed)
-    raise ExtraMissing('Origins need: pip install "rekindle[crypto]"') from error
+    raise ExtraMissing('Origins need: pip install "rekindle-llm[crypto]"') from error
 
 SIGNATURE_BYTES = 64
 _PUBLIC = re.compile(r"[0-9a-f]{64}")

@@ -109,7 +109,7 @@ class Settings(_Loadable):
     llama_library: str | None = _model(
         None,
         "llamacpp: your own build of llama.cpp's library (libllama.so), for CUDA, Metal or Vulkan; none: the one that "
-        "came with rekindle[llamacpp].",
+        "came with rekindle-llm[llamacpp].",
         kind=a_path("a file"),
     )
     flash_attention: Literal["auto", "on", "off"] = _model(

@@ -21,7 +21,7 @@ from rekindle.store.objects import Buffer, ByteRange, TierFailed
 try:
     import redis
 except ImportError as error:  # pragma: no cover  (where the extra is not installed)
-    raise ExtraMissing('The tier redis needs: pip install "rekindle[redis]"') from error
+    raise ExtraMissing('The tier redis needs: pip install "rekindle-llm[redis]"') from error
 
 _CONNECT_SECONDS, _SOCKET_SECONDS = 0.5, 2.0
 _PART_BYTES = 32 << 20  # a value has 512 MB at most, and a large one holds up other clients

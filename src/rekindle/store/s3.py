@@ -25,7 +25,7 @@ try:
     from obstore.exceptions import AlreadyExistsError, BaseError
     from obstore.store import S3Store
 except ImportError as error:  # pragma: no cover  (where the extra is not installed)
-    raise ExtraMissing('The tier s3 needs: pip install "rekindle[s3]"') from error
+    raise ExtraMissing('The tier s3 needs: pip install "rekindle-llm[s3]"') from error
 
 _CLAIM = ".claim"
 _SWEEP_SHARE = 16  # all objects are listed again when this part of the limit was written

@@ -228,5 +228,5 @@ def test_a_config_without_the_number_of_tokens_is_refused(graph: Path) -> None:
 def test_without_onnx_runtime_it_says_what_to_install(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = pull(str(graph)).files
     monkeypatch.setattr(embedder, "runtime_installed", lambda: False)
-    with pytest.raises(EngineMissing, match=r"rekindle\[onnx\]"):
+    with pytest.raises(EngineMissing, match=r"rekindle-llm\[onnx\]"):
         Embedder.load(files)

@@ -129,7 +129,7 @@ def test_doctor_says_what_is_ready_and_how_to_get_the_rest(environment: Path, ca
     told = " ".join(rekindle(environment, cache, "doctor").split())
     assert re.search(r"engine: llamacpp ready", told)
     assert "needs torch, transformers, accelerate, gguf, safetensors" in told
-    assert "pip install 'rekindle[hf]'" in told
+    assert "pip install 'rekindle-llm[hf]'" in told
 
 
 def test_what_needs_torch_is_refused_with_what_to_install(environment: Path, cache: Path) -> None:
@@ -138,4 +138,4 @@ def test_what_needs_torch_is_refused_with_what_to_install(environment: Path, cac
         command, env={**os.environ, "REKINDLE_CACHE": str(cache)}, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "pip install 'rekindle[hf]'" in " ".join(done.stderr.split())
+    assert "pip install 'rekindle-llm[hf]'" in " ".join(done.stderr.split())

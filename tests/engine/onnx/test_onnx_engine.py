@@ -271,7 +271,7 @@ def test_an_adapter_is_refused(engine: Any) -> None:
 
 def test_without_the_exporter_one_sentence_says_what_to_do(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "missing_exporter", lambda: ["onnxscript"])
-    with pytest.raises(EngineMissing, match=r"needs onnxscript.*rekindle\[onnx-export\].*--format onnx"):
+    with pytest.raises(EngineMissing, match=r"needs onnxscript.*rekindle-llm\[onnx-export\].*--format onnx"):
         Session(tiny_folder, engine="onnx", cache="off")
 
 

@@ -115,7 +115,7 @@ class Embedder:
     @classmethod
     def _load_graph(cls, name: str, path: Path) -> Embedder:
         if not runtime_installed():
-            raise EngineMissing(f"{path} needs ONNX Runtime. Install it with: pip install 'rekindle[onnx]'")
+            raise EngineMissing(f"{path} needs ONNX Runtime. Install it with: pip install 'rekindle-llm[onnx]'")
         from rekindle.engine.embedding.graph_encoder import GraphEncoder
 
         about = read_encoder(path)

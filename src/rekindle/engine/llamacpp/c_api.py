@@ -3,7 +3,7 @@
 The library is the first of these that is there:
 
     the one that the setting llama_library names    your own build, for CUDA, Metal, Vulkan
-    the wheel xllamacpp                             brought by rekindle[llamacpp]
+    the wheel xllamacpp                             brought by rekindle-llm[llamacpp]
     the one inside llama-cpp-python
 
 A process loads one. Its structs say nothing about their version, so two things are checked before anything is computed:
@@ -267,8 +267,8 @@ def _first_usable(candidates: Iterator[tuple[Path, str]]) -> tuple[Path, str, di
     if refusals:
         raise refusals[0]
     raise EngineMissing(
-        "The llama.cpp engine needs its library. Install it with: pip install 'rekindle[llamacpp]', or name your own "
-        "build with llama_library."
+        "The llama.cpp engine needs its library. Install it with: pip install 'rekindle-llm[llamacpp]', or name your "
+        "own build with llama_library."
     )
 
 

@@ -33,7 +33,7 @@ def require_exporter(name: str, form: OnnxForm) -> None:
     if lacking := missing_exporter():
         raise EngineMissing(
             f"{name} is not here as an ONNX graph ({form}), and exporting it needs {', '.join(lacking)}. Install them "
-            f"with: pip install 'rekindle[onnx-export]'; or export it on another machine (rekindle pull {name} "
+            f"with: pip install 'rekindle-llm[onnx-export]'; or export it on another machine (rekindle pull {name} "
             f"--format {form}), copy the folder, and name that."
         )
 

@@ -34,7 +34,7 @@ def refusal_sentence(source: str, clause: object) -> str:
 
 def parser_missing(what: str) -> ExtraMissing:
     """The error to raise if the parser of `what` is not installed."""
-    return ExtraMissing(f'Reading {what} needs parsers that are not installed: pip install "rekindle[knowledge]"')
+    return ExtraMissing(f'Reading {what} needs parsers that are not installed: pip install "rekindle-llm[knowledge]"')
 
 
 MAX_CHARACTERS = 200_000_000  # per document: a table with long column names is longer as text than as a file
