@@ -417,3 +417,16 @@ def test_what_a_session_kept_can_be_cleared_and_is_computed_again(tmp_path: Path
         assert session.flush(60) and session.cache.clear() > 0
         again = session.generate(prompt, max_tokens=4)
         assert again.reuse.reused == 0 and again.text == first.text
+
+
+def test_a_chat_of_thousands_of_turns_is_encoded_a_few_times_only(session: Session) -> None:
+    real, encoded = session.engine.tokenizer.encode_chat, []
+
+    def counting(messages, **how):
+        encoded.append(len(messages))
+        return real(messages, **how)
+
+    session.engine.tokenizer.encode_chat = counting
+    reply = session.chat(chat_of(4001), overflow="drop-oldest", max_tokens=1)
+    assert 0 < reply.usage.dropped_messages < 4001
+    assert len(encoded) < 30

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rekindle.core.chunk import MIN_CHUNK_TOKENS, PromptLayout
 from rekindle.core.kv import Span
@@ -18,8 +19,9 @@ from rekindle.engine.base import Engine
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import ContextOverflow, InvalidPrompt
 from rekindle.settings import Settings
-from rekindle.text.base import ReplayedChat, TemplateOptions, WrittenReply
+from rekindle.text.base import QuotedChat, ReplayedChat, TemplateOptions, WrittenReply, cancellable
 
+_Encoded = TypeVar("_Encoded")
 _HEADER_TOKENS = 32  # of a prompt, in which the template says who speaks next
 
 
@@ -49,13 +51,19 @@ class PromptTokens:
         return PromptLayout(self.head, tuple(long.values()), tuple(long)) if long else None
 
 
-def encode_prompt(engine: Engine, request: Request, written: WrittenReplies | None = None) -> PromptTokens:
-    """The prompt's tokens, with room for at least one more. Raises `InvalidPrompt` or `ContextOverflow`.
+def encode_prompt(
+    engine: Engine,
+    request: Request,
+    written: WrittenReplies | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> PromptTokens:
+    """The prompt's tokens, with room for at least one more. Raises `InvalidPrompt`, `ContextOverflow` or `Cancelled`.
 
     `written` has the replies whose generated tokens shall stand in for their text.
     """
     try:
-        encoded = _encode(engine, request, written)
+        with cancellable(cancelled):
+            encoded = _encode(engine, request, written)
     except ContextOverflow as found:  # by its length
         raise _overflow(engine, request, found.prompt_tokens, counted=False) from None
     if not encoded.tokens:
@@ -80,17 +88,13 @@ def _encode(engine: Engine, request: Request, written: WrittenReplies | None) ->
 def _encode_chat(
     engine: Engine, messages: list[Message], request: Request, written: WrittenReplies | None
 ) -> PromptTokens:
-    room, dropped = _room(engine, request), 0
-    while True:
-        droppable = request.overflow == "drop-oldest" and _oldest_droppable(messages) is not None
-        try:
-            chat = _encode_messages(engine, messages, request, written, room)
-            if len(chat.tokens) <= room or not droppable:
-                return PromptTokens(tuple(chat.tokens), dropped, replayed_replies=chat.replies)
-        except ContextOverflow:
-            if not droppable:
-                raise
-        dropped += _drop_oldest_turn(messages)
+    room = _room(engine, request)
+
+    def encode(kept: list[Message]) -> ReplayedChat:
+        return _encode_messages(engine, kept, request, written, room)
+
+    chat, dropped = _drop_until(messages, request, encode, lambda chat: len(chat.tokens) <= room)
+    return PromptTokens(tuple(chat.tokens), dropped, replayed_replies=chat.replies)
 
 
 def _encode_messages(
@@ -106,22 +110,17 @@ def _encode_messages(
 def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -> PromptTokens:
     """As `_encode_chat`, with the first passages that fit, each behind its number; a quarter is left for the reply."""
     texts = [text for number, quote in enumerate(request.quotes) for text in (f"[{number + 1}] ", quote.shown)]
-    reply = min(request.max_tokens, max(1, engine.context_tokens // 4))
-    dropped = 0
-    while True:
-        droppable = request.overflow == "drop-oldest" and _oldest_droppable(messages) is not None
-        try:
-            most = engine.context_tokens
-            parts = engine.tokenizer.encode_quoting(
-                messages, texts, tools=request.tools, think=request.think, token_limit=most
-            )
-            room = most - reply - len(parts.before) - len(parts.after)
-            if room > 0 or not droppable:
-                break
-        except ContextOverflow:
-            if not droppable:
-                raise
-        dropped += _drop_oldest_turn(messages)
+    most = engine.context_tokens
+    reply = min(request.max_tokens, max(1, most // 4))
+
+    def encode(kept: list[Message]) -> QuotedChat:
+        return engine.tokenizer.encode_quoting(kept, texts, tools=request.tools, think=request.think, token_limit=most)
+
+    def room_for_quotes(parts: QuotedChat) -> int:
+        return most - reply - len(parts.before) - len(parts.after)
+
+    parts, dropped = _drop_until(messages, request, encode, lambda parts: room_for_quotes(parts) > 0)
+    room = room_for_quotes(parts)
     marks, bodies = parts.quotes[::2], parts.quotes[1::2]
     if all(len(marks[0]) + len(body) > room for body in bodies):
         bodies = [bodies[0][: max(0, room - len(marks[0]))]]  # better a part of the best one than nothing
@@ -137,21 +136,46 @@ def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -
     return PromptTokens((*tokens, *parts.after), dropped, tuple(quoted), len(parts.before))
 
 
-def _drop_oldest_turn(messages: list[Message]) -> int:
-    """Drop the oldest message and whatever answered it: what is left begins with a user again."""
-    dropped = 0
-    while (oldest := _oldest_droppable(messages)) is not None and (dropped == 0 or messages[oldest].role != "user"):
-        del messages[oldest]
-        dropped += 1
-    return dropped
+def _drop_until(
+    messages: list[Message],
+    request: Request,
+    encode: Callable[[list[Message]], _Encoded],
+    fits: Callable[[_Encoded], bool],
+) -> tuple[_Encoded, int]:
+    """The chat without as few of its oldest turns as fits, and the number of messages that were dropped.
+
+    Turns are left out by bisection: a chat of thousands is rendered and tokenized a few times only.
+    """
+    droppable = _droppable(messages) if request.overflow == "drop-oldest" else []
+    # What is left after a turn was dropped begins with a user again.
+    later = (place for place, index in enumerate(droppable) if place and messages[index].role == "user")
+    drops = [0, *later, *([len(droppable)] if droppable else [])]
+
+    def attempt(step: int) -> _Encoded | None:
+        dropped = set(droppable[: drops[step]])
+        try:
+            encoded = encode([message for index, message in enumerate(messages) if index not in dropped])
+        except ContextOverflow:
+            if step == len(drops) - 1:
+                raise
+            return None
+        return encoded if step == len(drops) - 1 or fits(encoded) else None
+
+    too_long, step = -1, 0
+    while (found := attempt(step)) is None:
+        too_long, step = step, min(2 * step + 1, len(drops) - 1)
+    while step - too_long > 1:
+        middle = (too_long + step) // 2
+        if (shorter := attempt(middle)) is None:
+            too_long = middle
+        else:
+            found, step = shorter, middle
+    return found, drops[step]
 
 
-def _oldest_droppable(messages: list[Message]) -> int | None:
-    """The oldest message that is neither an instruction nor the last one."""
-    for index, message in enumerate(messages[:-1]):
-        if message.role not in ("system", "developer"):
-            return index
-    return None
+def _droppable(messages: Sequence[Message]) -> list[int]:
+    """The messages that are neither instructions nor the last one."""
+    return [at for at, message in enumerate(messages[:-1]) if message.role not in ("system", "developer")]
 
 
 def _room(engine: Engine, request: Request) -> int:
@@ -167,7 +191,7 @@ def _overflow(engine: Engine, request: Request, tokens: int, *, counted: bool = 
 
 def _advice(request: Request) -> str:
     messages = [m for m in request.prompt if isinstance(m, Message)]
-    if request.overflow == "refuse" and _oldest_droppable(messages) is not None:
+    if request.overflow == "refuse" and _droppable(messages):
         return "Shorten it, or let the oldest messages go with overflow='drop-oldest'."
     if messages and request.overflow == "drop-oldest":
         return "The system messages and the last message alone are too long: shorten them."

@@ -422,7 +422,7 @@ class Session:
         disk to memory, until it is there or `cancelled`. `close` what is returned once the request has begun."""
         with self._alive.use():
             settled = replace(request, adapter=self.adapters.resolve(request.adapter))
-            prompt = encode_prompt(self.engine, settled, self._written)
+            prompt = encode_prompt(self.engine, settled, self._written, cancelled)
             self._keep_encoded(request, prompt)
             evidence = self._evidence(settled, prompt)
             stops = cancelled or (lambda: False)
@@ -460,7 +460,7 @@ class Session:
     ) -> Generator[TextPiece, None, Reply]:
         started = time.perf_counter()
         engine, cache = self.engine, self.cache
-        prompt = encoded or encode_prompt(engine, request, self._written)
+        prompt = encoded or encode_prompt(engine, request, self._written, cancelled)
         constraint = self._constraint(request, cancelled, opened)
         generation = Generation(engine, request, prompt, constraint, started=started)
         may_draft = engine.capabilities.spans and not self.settings.deterministic

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from rekindle.core.request import Message, Think
 from rekindle.core.tools import Tool
-from rekindle.errors import ContextOverflow
+from rekindle.errors import Cancelled, ContextOverflow
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,6 +54,31 @@ class TemplateOptions(TypedDict, total=False):
     tools: Sequence[Tool]
     think: Think | None
     token_limit: int | None
+
+
+_is_cancelled: ContextVar[Callable[[], bool] | None] = ContextVar("is_cancelled", default=None)
+
+
+@contextmanager
+def cancellable(cancelled: Callable[[], bool] | None) -> Iterator[None]:
+    """Let the rendering and tokenizing inside the block end with `Cancelled` soon after `cancelled()` is true."""
+    before = _is_cancelled.set(cancelled)
+    try:
+        yield
+    finally:
+        _is_cancelled.reset(before)
+
+
+def is_cancelled() -> bool:
+    """Whether the request was cancelled that renders and tokenizes in this thread."""
+    cancelled = _is_cancelled.get()
+    return cancelled is not None and cancelled()
+
+
+def check_cancelled() -> None:
+    """Raise `Cancelled` if the request was cancelled that renders and tokenizes in this thread."""
+    if is_cancelled():
+        raise Cancelled("The request was cancelled.")
 
 
 class Tokenizer(Protocol):

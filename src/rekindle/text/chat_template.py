@@ -34,7 +34,9 @@ from rekindle.text.base import (
     TokenLength,
     Written,
     WrittenReply,
+    check_cancelled,
     check_length,
+    is_cancelled,
 )
 from rekindle.text.reasoning import detect_thoughts, think_variables, thought_for_template
 from rekindle.text.sandbox import LimitExceeded, SandboxProcess, WorkRefused
@@ -218,14 +220,20 @@ class ChatTokenizer(ABC):
 
     def encode_chat(self, messages: Sequence[Message], **how: Unpack[TemplateOptions]) -> list[int]:
         chat = self._rendered(messages, how)
-        check_length(chat.revealed, how.get("token_limit"), self.min_token_count)
+        self._check_length(chat, how.get("token_limit"))
         return self._tokens(chat.text, chat.hidden)
+
+    def _check_length(self, chat: _Chat, token_limit: int | None) -> None:
+        """Raise `ContextOverflow` for a chat that must have more than `token_limit`, by its control tokens or text."""
+        if token_limit is not None and len(chat.text) > token_limit:
+            check_length(chat.text, token_limit, lambda text: sum(1 for _ in self._special.finditer(text)))
+        check_length(chat.revealed, token_limit, self.min_token_count)
 
     def encode_replayed(
         self, messages: Sequence[Message], written: Written, **how: Unpack[TemplateOptions]
     ) -> ReplayedChat:
         chat = self._rendered(messages, how)
-        check_length(chat.revealed, how.get("token_limit"), self.min_token_count)
+        self._check_length(chat, how.get("token_limit"))
         found = self._without_replies(chat, messages, written, how)
         if found is None:
             return ReplayedChat(self._tokens(chat.text, chat.hidden))
@@ -420,6 +428,7 @@ class _Hidden:
         return f"\ue002{self._nonce}:{self.spellings.index(found.group())}\ue003"
 
 
+_POLL_SECONDS = 0.1  # of a request that waits for another's rendering
 _lock = threading.Lock()
 _process: SandboxProcess | None = None  # for all templates
 
@@ -447,8 +456,12 @@ def render_template(template: str, variables: Mapping[str, Any]) -> str:
     """The text of a template, up to where the reply begins. Raises `InvalidPrompt`."""
     try:
         message = json.dumps([template, {"add_generation_prompt": True, **variables}], default=_stand_in).encode()
-        with _lock:
-            return _render_process().ask(message).decode("utf-8", errors="surrogatepass")
+        while not _lock.acquire(timeout=_POLL_SECONDS):
+            check_cancelled()
+        try:
+            return _render_process().ask(message, is_cancelled).decode("utf-8", errors="surrogatepass")
+        finally:
+            _lock.release()
     except WorkRefused as refusal:
         raise InvalidPrompt(f"The model's chat template refuses these messages: {refusal}") from None
     except (RecursionError, TypeError, ValueError) as error:

@@ -47,7 +47,8 @@ KNOWN_VERSIONS = ("0.25", "0.26")  # of ggml
 TESTED = "xllamacpp 2026.10.11549 and llama-cpp-python 0.3.36"
 DEFAULT_SEED = 0xFFFFFFFF  # means a random one
 PARTIAL_ONLY = 1  # of a state: windows and recurrent parts, not the KV of other attention layers
-ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_RSTRIP = 1 << 0, 1 << 3, 1 << 4, 1 << 8
+ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
+ATTR_LSTRIP, ATTR_RSTRIP = 1 << 7, 1 << 8  # includes the whitespace before it, after it
 
 Token = c_int32
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)

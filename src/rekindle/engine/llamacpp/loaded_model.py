@@ -36,7 +36,8 @@ class LoadedModel:
         """Raises `BrokenModel`, `UnsupportedModel` or `OutOfMemory`."""
         said = capture_log()
         said.clear()
-        self._lock = threading.RLock()
+        self._unused = threading.Condition()  # notified when nobody uses it any more
+        self._users = 0
         parameters = llama.llama_model_default_params()
         self.on_gpu = options.device != "cpu" and options.gpu_layers != 0 and llama.llama_supports_gpu_offload()
         if options.wants_gpu and not self.on_gpu:
@@ -121,16 +122,23 @@ class LoadedModel:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Keep it loaded inside the block. Raises `Closed` if it was freed."""
-        with self._lock:
+        """Keep it loaded inside the block, for any number of threads. Raises `Closed` if it was closed."""
+        with self._unused:
             if self._pointer is None:
                 raise Closed("The engine was closed. Load the model again.")
+            self._users += 1
+        try:
             yield
+        finally:
+            with self._unused:
+                self._users -= 1
+                self._unused.notify_all()
 
     def close(self) -> None:
-        """Free it. Idempotent."""
-        with self._lock:
+        """Free it, once nobody uses it any more. Idempotent."""
+        with self._unused:
             pointer, self._pointer = self._pointer, None
+            self._unused.wait_for(lambda: not self._users)
             if pointer:
                 llama.llama_model_free(pointer)
 

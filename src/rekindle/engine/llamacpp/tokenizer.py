@@ -10,16 +10,24 @@ from itertools import pairwise
 
 import numpy as np
 
-from rekindle.engine.llamacpp.c_api import ATTR_CONTROL, ATTR_RSTRIP, ATTR_UNKNOWN, ATTR_USER_DEFINED, Token, llama
+from rekindle.engine.llamacpp.c_api import (
+    ATTR_CONTROL,
+    ATTR_LSTRIP,
+    ATTR_RSTRIP,
+    ATTR_UNKNOWN,
+    ATTR_USER_DEFINED,
+    Token,
+    llama,
+)
 from rekindle.engine.llamacpp.loaded_model import LoadedModel
-from rekindle.text.base import TokenLength, check_length
+from rekindle.engine.llamacpp.special_tokens import SpecialTokens
+from rekindle.text.base import TokenLength, check_cancelled, check_length
 from rekindle.text.chat_template import ChatTokenizer, is_marker, make_renderer, match_any
 from rekindle.text.tools.styles import TemplateTools
 
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = ATTR_CONTROL | ATTR_UNKNOWN
 _DEFINED = ATTR_USER_DEFINED
-_STRIPS = ATTR_RSTRIP  # includes the whitespace after it
 _MARKER = re.compile(r"<\|.+\|>")  # user-defined tokens that are markers all the same
 _SEAM = "\x01"  # a character that no token joins with others
 
@@ -44,7 +52,11 @@ class GgufTokenizer(ChatTokenizer):
         markers = {text: i for text, i in defined.items() if is_marker(text, around) or _MARKER.fullmatch(text)}
         self._ids = {**markers, **special}
         self._markers = re.compile(f"(?={match_any(markers).pattern})")  # where one begins, also inside another
-        self._strips = {i: bool(kinds[i] & _STRIPS) for i in self._ids.values()}
+        self._strips = {i: bool(kinds[i] & ATTR_RSTRIP) for i in self._ids.values()}
+        takes = {self._text(i) for i in np.flatnonzero(kinds & ATTR_LSTRIP).tolist()}
+        strips = bool(np.any(kinds & (ATTR_LSTRIP | ATTR_RSTRIP)))
+        self._found_in_chats = SpecialTokens({**special, **defined}, takes, strips=strips)
+        self._found_in_text = SpecialTokens(defined, takes, strips=strips)
         ends = {i for i in special.values() if llama.llama_vocab_is_eog(vocab, i)}
         self.stop_ids = frozenset(ends | {i for i in (eos, int(llama.llama_vocab_eot(vocab))) if i >= 0})
         self._beginning = self._spelling(self._bos)
@@ -116,6 +128,13 @@ class GgufTokenizer(ChatTokenizer):
     def _tokenize(self, text: str, *, special: bool) -> list[int]:
         if not text:
             return []
+        tokens: list[int] = []
+        for piece in (self._found_in_chats if special else self._found_in_text).cut(text):
+            check_cancelled()
+            tokens += self._tokenize_piece(piece, special=special)
+        return tokens
+
+    def _tokenize_piece(self, text: str, *, special: bool) -> list[int]:
         data = text.encode("utf-8")
         room = len(data) + 8
         while True:
