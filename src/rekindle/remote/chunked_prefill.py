@@ -82,16 +82,9 @@ class ChunkedPrefill:
             first, last = (begun - self.begun + token_seconds * place for place in own)
             self.events.append(TimelineEvent("compute", name, 0, layers, first, last))
 
-    def end(self, stops: IsCancelled = lambda: False) -> PrefillResult:
-        """Compute the rest. Raises `Cancelled` also once `stops` was true."""
-        stopped = threading.Event()
-
-        def cancelled() -> bool:
-            if stops():
-                stopped.set()
-            return stopped.is_set() or self.work.cancelled()
-
-        work = replace(self.work, cancelled=cancelled)
+    def end(self, work: Prefill | None = None) -> PrefillResult:
+        """Compute the rest."""
+        work = work or self.work
         if self._first is None:
             return self._run(work, self.plan)
         left = [step.span for step in self.plan.computes if step.span.stop > self.at]
@@ -112,6 +105,18 @@ class ChunkedPrefill:
         if self._first is None:
             return PrefillResult(self.context, logits, plan)
         return PrefillResult(self.context, logits, plan, self._first.load_seconds, self._first.lost)
+
+
+def stopping(work: Prefill, stops: IsCancelled) -> Prefill:
+    """The same prefill, which raises `Cancelled` also once `stops` was true."""
+    stopped = threading.Event()
+
+    def cancelled() -> bool:
+        if stops():
+            stopped.set()
+        return stopped.is_set() or work.cancelled()
+
+    return replace(work, cancelled=cancelled)
 
 
 log = logging.getLogger("rekindle.cache")

@@ -36,6 +36,14 @@ from rekindle.remote.transfer_queue import OriginSlices, TransferQueue
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class FoundRemote:
+    """What an origin has of a prompt, and how large it is."""
+
+    spans: tuple[Span, ...]
+    size_bytes: float
+
+
 class RemotePrefixFetch(TransferQueue):
     """Finds the prefix of one prompt, then fetches its slices, from the back until others are wanted."""
 
@@ -83,6 +91,14 @@ class RemotePrefixFetch(TransferQueue):
             self._changed.wait_for(
                 lambda: self._arrived or (self._over and not (self._wanted or self._flying)), seconds
             )
+
+    def found(self) -> FoundRemote | None:
+        """What the origin has behind what is here; None until some of it has arrived."""
+        offer = self.offer
+        if offer is None or not self.arrived or self.failed is not None:
+            return None
+        spans = (Span(self._here, offer.cells.tokens),)  # no slices come of a shorter one
+        return FoundRemote(spans, float(offer.sizes[self._here // offer.cells.chunk_tokens :].sum()))
 
     def give_up(self) -> None:
         """What it found is not waited for any longer."""
@@ -168,7 +184,7 @@ class RemoteChunkFetch:
         self._source, self._keep, self._failed, self._bandwidth = source, keep, failed, bandwidth
         self._changed = threading.Condition()
         self._open = {passage.number: passage for passage in wanted}  # neither arrived nor given up
-        self._tokens = {passage.number: len(passage.span) for passage in wanted}
+        self._spans = {passage.number: passage.span for passage in wanted}
         self._offers: dict[int, PassageOffer] = {}  # passages that were found
         self._sizes: dict[int, int] = {}
         self._here: set[int] = set()
@@ -189,9 +205,23 @@ class RemoteChunkFetch:
 
     @property
     def miss(self) -> OriginMiss | None:
-        """Why nothing arrived; None if something did."""
+        """Why nothing was used; None if something may have been."""
         with self._changed:
-            return None if self._here else self._miss or "late"
+            return None if self._here and self._miss != "slow" else self._miss or "late"
+
+    def found(self) -> FoundRemote | None:
+        """The passages that the origin has, as far as it was asked; None until some of them has arrived."""
+        with self._changed:
+            offers = dict(self._offers)
+            if not self._here and all(offers[number].left_bytes == self._sizes[number] for number in offers):
+                return None
+            return FoundRemote(tuple(self._spans[number] for number in offers), float(sum(self._sizes.values())))
+
+    def give_up(self) -> None:
+        """What it found is not waited for any longer."""
+        with self._changed:
+            if self._offers:
+                self._miss = "slow"
 
     def left(self) -> tuple[WantedPassage, ...]:
         """Passages that may still arrive, in prompt order."""
@@ -205,7 +235,7 @@ class RemoteChunkFetch:
             left, offers = list(self._open.values()), dict(self._offers)
         if speed is None or not offers:
             return None
-        token_bytes = sum(self._sizes[number] for number in offers) / sum(self._tokens[number] for number in offers)
+        token_bytes = sum(self._sizes[number] for number in offers) / sum(len(self._spans[number]) for number in offers)
         bytes_left = {
             one.number: offers[one.number].left_bytes if one.number in offers else len(one.span) * token_bytes
             for one in left

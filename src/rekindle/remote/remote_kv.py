@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,13 @@ from rekindle.core.plan import Plan
 from rekindle.core.reply import OriginFinding, OriginMiss
 from rekindle.engine.base import Engine
 from rekindle.errors import Cancelled, InvalidSetting, KvLost, StepRefused
-from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill_with_arrivals
+from rekindle.remote.chunked_prefill import (
+    ChunkedPrefill,
+    PrefixPrefill,
+    keep_arrived,
+    prefill_with_arrivals,
+    stopping,
+)
 from rekindle.remote.client import Origin
 from rekindle.remote.connection import OriginFailed, Stop
 from rekindle.remote.fetch import OriginPassages, RemoteChunkFetch, RemotePrefixFetch, WantedPassage, unknown_passages
@@ -114,7 +121,7 @@ class RemoteKv:
             return None
         try:
             if isinstance(fetch, RemoteChunkFetch):
-                result = prefill_with_arrivals(self._chunks, work, context, lookup, fetch)
+                result = self._prefill_passages(fetch, ChunkedPrefill(self._kv, work, context, lookup, plan))
             else:
                 result = self._prefill_prefix(fetch, PrefixPrefill(self._kv, work, context, lookup, plan))
             self._report(context, fetch.miss)
@@ -215,52 +222,63 @@ class RemoteKv:
         return RemoteChunkFetch(wanted, self._passages(lookup), keep, self._back_off, self._bandwidth)
 
     def _prefill_prefix(self, fetch: RemotePrefixFetch, prefill: PrefixPrefill) -> PrefillResult:
-        """Compute chunk by chunk until the origin has answered; then compute and fetch the rest at the same time.
-
-        With a link that nobody knows to be fast, all is computed as if there were none, until slices show that it is.
-        """
-        plan, rates = prefill.plan, self._kv.costs.rates
+        """Compute chunk by chunk until the origin has answered; then compute and fetch the rest at the same time."""
         if prefill.is_between_chunks:  # else load or compute first
-            left = rates.compute_seconds(Span(plan.reused, plan.tokens))
-            fetch.wait_for_first(min(PATIENCE * left, MAX_PATIENCE_SECONDS))
-        known = self._bandwidth.bytes_per_second() or MIN_BANDWIDTH
-        # Steps of an accelerator are launched at once, and hardly ever given up.
-        if self._engine.device == "cpu" and self._share(prefill.lookup, plan, known) < MIN_SHARE:
-            whole = self._end_unless_it_pays(fetch, prefill, rates)
-            if whole is not None:
-                return whole
+            fetch.wait_for_first(self._wait_seconds(prefill.plan))
+        if (whole := self._whole_unless_it_pays(fetch, prefill, prefill.end)) is not None:
+            if fetch.failed is not None:
+                self._back_off(fetch.failed)
+            return whole
         while not prefill.is_ready(fetch):
             prefill.next_piece()
         offer = fetch.offer
         if offer is None or not prefill.is_between_chunks or offer.cells.tokens <= prefill.at:
             return prefill.end()
-        return self._stream(prefill, fetch, offer, rates) or prefill.end()
+        return self._stream(prefill, fetch, offer, self._kv.costs.rates) or prefill.end()
 
-    def _end_unless_it_pays(
-        self, fetch: RemotePrefixFetch, prefill: PrefixPrefill, rates: Rates
+    def _prefill_passages(self, fetch: RemoteChunkFetch, prefill: ChunkedPrefill) -> PrefillResult:
+        """Compute passage by passage while the others come."""
+        context, lookup = prefill.context, prefill.lookup
+        fetch.wait(self._wait_seconds(prefill.plan))
+        whole = partial(self._chunks.run, context=context, lookup=lookup, plan=prefill.plan)
+        return self._whole_unless_it_pays(fetch, prefill, whole) or prefill_with_arrivals(
+            self._chunks, prefill.work, context, lookup, fetch
+        )
+
+    def _wait_seconds(self, plan: Plan) -> float:
+        """How long computing waits for what comes first."""
+        return min(
+            PATIENCE * self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens)), MAX_PATIENCE_SECONDS
+        )
+
+    def _whole_unless_it_pays(
+        self, fetch: RemoteFetch, prefill: ChunkedPrefill, run: Callable[[Prefill], PrefillResult]
     ) -> PrefillResult | None:
-        """Compute the rest; None, with what was there before, once slices come so fast that streaming is sooner."""
-        plan, at = prefill.plan, prefill.at
+        """Beside a link that nobody knows to be fast, `run` the prompt as if there were no origin; None, with what was
+        there before, where it is known to be, and once slices come so fast that fetching is sooner."""
+        lookup, at = prefill.lookup, prefill.at
+        known = self._bandwidth.bytes_per_second() or MIN_BANDWIDTH
+        # Steps of an accelerator are launched at once, and hardly ever given up.
+        if self._engine.device != "cpu" or self._share(lookup, prefill.plan, known) >= MIN_SHARE:
+            return None
 
         def pays() -> bool:
             """Whether the link brings clearly more of what it offers than was computed meanwhile."""
-            offer, speed = fetch.offer, self._bandwidth.bytes_per_second()
-            if offer is None or speed is None or not fetch.arrived or fetch.failed is not None:
+            found, speed = fetch.found(), self._bandwidth.bytes_per_second()
+            if found is None or speed is None:
                 return False
-            computing = rates.compute_seconds(Span(plan.reused, offer.cells.tokens))  # no slices come of a shorter one
-            share = _share(computing, float(offer.sizes[plan.reused // CHUNK_TOKENS :].sum()) / speed)
+            computing = self._spared_seconds(lookup, found.spans)
+            share = _share(computing, found.size_bytes / speed)
             return (share - MIN_SHARE) * computing > time.monotonic() - prefill.begun
 
         try:
-            result = prefill.end(pays)
+            result = run(stopping(prefill.work, pays))
         except Cancelled:
             if prefill.work.cancelled():
                 raise
             prefill.context.truncate(at)
             return None
         fetch.give_up()
-        if fetch.failed is not None:
-            self._back_off(fetch.failed)
         return result
 
     @property
@@ -303,7 +321,7 @@ class RemoteKv:
             return "quick"
         if time.monotonic() < self._backoff_until:
             return "failed"
-        return "slow" if lookup.passages is None and self._is_slow(lookup, plan) else None
+        return "slow" if self._is_slow(lookup, plan) else None
 
     def _is_slow(self, lookup: CacheLookup, plan: Plan) -> bool:
         """Whether the link, as it was lately, would bring next to nothing while the prompt is computed.
@@ -316,11 +334,19 @@ class RemoteKv:
         return self._share(lookup, plan, speed) < MIN_SHARE
 
     def _share(self, lookup: CacheLookup, plan: Plan, bytes_per_second: float) -> float:
-        """Share of a prompt that a link of this speed is expected to bring."""
+        """Share of what may come of a prompt that a link of this speed is expected to bring."""
         quantized = is_quantized(lookup.kv_space.codec)
         token_bytes = self._token_bytes.get(quantized, self._engine.layout.token_bytes / (4 if quantized else 1))
-        computing = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
-        return _share(computing, (plan.tokens - plan.reused) * token_bytes / bytes_per_second)
+        spans = [Span(plan.reused, plan.tokens)]
+        if lookup.passages is not None and lookup.has_documents:
+            spans = [passage.span for passage in self._wanted_passages(lookup, lookup.passages)]
+        seconds = sum(map(len, spans)) * token_bytes / bytes_per_second
+        return _share(self._spared_seconds(lookup, spans), seconds) if spans else 1.0
+
+    def _spared_seconds(self, lookup: CacheLookup, spans: Sequence[Span]) -> float:
+        """Seconds of computing that KV of these spans spares; some tokens of passages are computed all the same."""
+        spared = 1.0 - min(1.0, self._chunks.recompute_policy.budget) if lookup.has_documents else 1.0
+        return spared * sum(map(self._kv.costs.rates.compute_seconds, spans))
 
     def _report(self, context: Context, miss: OriginMiss | None) -> None:
         """Note why nothing came. Every reply says it; the log, for those who read no replies, at its lower level."""
