@@ -34,31 +34,51 @@ def http_client() -> httpx.Client:
     )
 
 
+def split_login(url: str) -> tuple[httpx.URL, httpx.BasicAuth | None]:
+    """The URL without its user and password, which no message and no log may print, and what sends these.
+
+    Raises `DownloadFailed`, without the text, if it is no URL: part of a password may be what is wrong.
+    """
+    try:
+        found = httpx.URL(url)
+    except httpx.InvalidURL:
+        found = httpx.URL("")
+    if found.scheme not in ("http", "https") or not found.host:
+        raise DownloadFailed(
+            "The address of the package index is not a URL that begins with https:// or http:// (PIP_INDEX_URL). "
+            "Write special characters of a password as %XX, for example / as %2F."
+        )
+    login = httpx.BasicAuth(found.username, found.password) if found.userinfo else None
+    return found.copy_with(username=None, password=None), login
+
+
 def download(url: str, target: Path, *, sha256: str, progress: Progress | None = None) -> None:
     """Download `url` to `target`, resuming an earlier attempt (`target` + `.part`).
 
     Raises `DownloadFailed`, `DigestMismatch` if it is not the pinned file, `NoSpace` if it does not fit.
     """
+    address, login = split_login(url)
+    shown = address.copy_with(query=None)  # a query may be a signature
     part = target.with_name(target.name + ".part")
     target.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            _fetch(url, part, progress)
+            _fetch(address, login, part, progress)
             break
         except httpx.HTTPStatusError as error:
             raise DownloadFailed(
-                f"{url} answered {error.response.status_code}. Try later, or set PIP_INDEX_URL to a mirror."
+                f"{shown} answered {error.response.status_code}. Try later, or set PIP_INDEX_URL to a mirror."
             ) from error
         except httpx.HTTPError as error:
             if attempt == _ATTEMPTS:
                 raise DownloadFailed(
-                    f"{url} could not be read ({_say(error)}). Check the network (HTTPS_PROXY, SSL_CERT_FILE) and "
+                    f"{shown} could not be read ({_say(error)}). Check the network (HTTPS_PROXY, SSL_CERT_FILE) and "
                     "try again; what has arrived is kept."
                 ) from error
             time.sleep(0.2 * 2**attempt)
         except OSError as error:
             raise no_space(error, part) from error
-    accept(part, target, sha256=sha256, origin=url)
+    accept(part, target, sha256=sha256, origin=str(shown))
 
 
 def accept(part: Path, target: Path, *, sha256: str, origin: str) -> None:
@@ -92,10 +112,10 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
         )
 
 
-def _fetch(url: str, part: Path, progress: Progress | None) -> None:
+def _fetch(url: httpx.URL, login: httpx.BasicAuth | None, part: Path, progress: Progress | None) -> None:
     have = part.stat().st_size if part.is_file() else 0
     headers = {"Range": f"bytes={have}-"} if have else {}
-    with http_client() as http, http.stream("GET", url, headers=headers) as response:
+    with http_client() as http, http.stream("GET", url, headers=headers, auth=login) as response:
         if response.status_code == 416:  # nothing left to send: complete, or the file has changed; the digest decides
             return
         response.raise_for_status()

