@@ -17,16 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle import Session
+from rekindle.cache import cost
 from rekindle.cache.explain import Explanation
 from rekindle.chunks.scores import ChunkScorer
 from rekindle.core.chunk import ChunkMatches, PromptLayout, chunk_digest
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.reply import Reply
-from rekindle.engine.base import Row
+from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.remote import remote_kv as streams
 from rekindle.remote.connection import OriginFailed, Stop
-from rekindle.remote.fetch import RemoteChunkFetch, WantedPassage, unknown_passages
+from rekindle.remote.fetch import PassageOffer, RemoteChunkFetch, WantedPassage, unknown_passages
 from rekindle.remote.latency import Bandwidth, TransferSample
 from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
@@ -38,6 +39,7 @@ from rekindle.store import history
 from tests.chunks.chunk_reuse import asked, compute, same_kv
 from tests.kvs import variant_counts
 from tests.parity.engines import make
+from tests.server.serving import eventually
 from tests.server.soak import tiny_embedder
 
 PASSAGES = [
@@ -243,6 +245,64 @@ def test_a_passage_that_is_there_in_other_levels_says_so(key: SigningKey, tmp_pa
             assert came(reply) and reply.reuse.origin_miss is None
         with opened(url, SigningKey.new(), tmp_path / "stranger") as session:
             assert ask(session).reuse.origin_miss == "nothing"
+
+
+SHARE = streams.MIN_SHARE
+
+
+@pytest.mark.parametrize("brings", ["nothing", "slices"])
+def test_until_an_unknown_link_brings_passages_the_prompt_is_computed_as_if_there_were_none(
+    origin: Path, key: SigningKey, brings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MIN_SHARE", SHARE)
+    monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 1.0, 0.0)))  # a second a token
+    come, fetch, compute_step = threading.Event(), PassageOffer.fetch, FakeEngine.step
+    steps: list[int] = []
+
+    def fetch_later(self: PassageOffer) -> Kv:
+        assert come.wait(60)
+        return fetch(self)
+
+    def step(self: FakeEngine, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        steps.append(len(rows[0].tokens))
+        if brings == "slices" and len(steps) == 1:  # while the first step is computed
+            come.set()
+            assert cancelled is not None
+            eventually(cancelled)
+        return compute_step(self, rows, cancelled)
+
+    with monkeypatch.context() as watched:
+        alone: list[int] = []
+        watched.setattr(FakeEngine, "step", lambda *own: alone.append(len(own[1][0].tokens)) or compute_step(*own))
+        expected = without_origin()
+    monkeypatch.setattr(PassageOffer, "fetch", fetch_later)
+    monkeypatch.setattr(FakeEngine, "step", step)
+    with serving(origin) as url, opened(url, key, tmp_path / "cache") as session:
+        reply = ask(session)
+        come.set()
+    if brings == "nothing":
+        assert steps == alone and reply.tokens == expected.tokens
+        assert reply.reuse.origin_miss in ("slow", "late") and not came(reply)
+    else:
+        assert came(reply) and reply.reuse.origin_miss is None
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_a_link_known_to_be_slow_is_not_asked_for_passages(
+    origin: Path, key: SigningKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MIN_SHARE", SHARE)
+    monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 1.0, 0.0)))
+    with serving(origin) as url, opened(url, key, tmp_path / "cache") as session:
+        remote = session.cache.remote
+        assert isinstance(remote, streams.RemoteKv)
+        remote._bandwidth.add(TransferSample(1, 1.0, time.monotonic()))  # a byte a second
+        slow = ask(session)
+        assert slow.reuse.origin_miss == "slow" and not came(slow) and not slow.reuse.timeline
+        session.cache.clear()
+        remote._bandwidth = Bandwidth()
+        remote._bandwidth.add(TransferSample(10**9, 1.0, time.monotonic()))
+        assert came(ask(session))
 
 
 def test_an_origin_that_is_not_there_costs_no_answer(key: SigningKey, tmp_path: Path) -> None:
