@@ -212,8 +212,14 @@ def why_unreadable(path: object, error: OSError | RuntimeError) -> str:
     return f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
 
 
+_COMPARED_CHARACTERS = 128
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """How a refusal of an unknown `name` ends: with the known name nearest to it, or with all of them."""
+    """How a refusal of an unknown `name` ends: with the known name nearest to it, or with all of them.
+
+    Of a name only as much is compared as a name may have: requests bring names of megabytes.
+    """
     choices = sorted(known)
-    close = get_close_matches(name, choices, n=1)
+    close = get_close_matches(name[:_COMPARED_CHARACTERS], choices, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(choices)}."

@@ -260,7 +260,7 @@ async def count_tokens(call: Call, body: CountTokensRequest) -> Response:
     call.adapter_of(body.model)
     chat = translate_chat(body)
     request, dropped = call.canonical(Request.of(chat.messages, tools=chat.tools))
-    tokens = len(await call.encode_chat(request))
+    tokens = len(await call.encode_chat(request, token_limit=call.service.session.engine.context_tokens))
     about = {"ignored": sorted([*call.ignored(body), *chat.ignored, *dropped])}
     return JSONResponse({"input_tokens": tokens, "rekindle": about})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
+from rekindle.cache.prefill import IsCancelled
 from rekindle.core.request import Message, Request
 from rekindle.core.scope import Scope
 from rekindle.errors import ContextOverflow
@@ -20,7 +22,8 @@ from rekindle.server.host import Host
 from rekindle.server.protocol import OPENAI, WireProtocol, until_disconnect
 from rekindle.server.schema import CacheBody, RequestBody
 from rekindle.server.server_log import current_record
-from rekindle.server.service import Service
+from rekindle.server.service import Service, too_late
+from rekindle.text.base import cancellable
 
 _Result = TypeVar("_Result")
 PAGE = 100
@@ -95,8 +98,10 @@ class Call:
             raise ApiError(400, f"limit is a number from 1 to {MAX_PAGE}.", param="limit")
         return Page(int(limit), query.get("after", ""))
 
-    async def in_thread(self, work: Callable[[], _Result], threads: Executor | None = None) -> _Result:
-        """Run something in a thread. Raises `ClientGone` as soon as the client disconnects.
+    async def in_thread(
+        self, work: Callable[[], _Result], threads: Executor | None = None, limit_seconds: float | None = None
+    ) -> _Result:
+        """Run something in a thread. Raises `ClientGone` as soon as the client disconnects, and `TimeoutError`.
 
         Work that has not begun is then cancelled; work that has begun continues.
         """
@@ -106,7 +111,26 @@ class Call:
         async def done() -> _Result:
             return await working
 
-        return await until_disconnect(self.http.receive, done())
+        return await until_disconnect(self.http.receive, done(), limit_seconds)
+
+    async def within_time(self, work: Callable[[IsCancelled], _Result], threads: Executor) -> _Result:
+        """The same within the time that a request may take. Raises `ApiError` 504, and `ClientGone`; `work` can ask."""
+        ended = threading.Event()
+        try:
+            return await self.in_thread(lambda: work(ended.is_set), threads, self.service.timeout_seconds)
+        except TimeoutError:
+            raise too_late(self.service.timeout_seconds) from None
+        finally:
+            ended.set()
+
+    async def tokenized(self, work: Callable[[], _Result]) -> _Result:
+        """Run something that renders or tokenizes, as `within_time`: long texts must not delay other side work."""
+
+        def cancellable_work(is_cancelled: IsCancelled) -> _Result:
+            with cancellable(is_cancelled):
+                return work()
+
+        return await self.within_time(cancellable_work, self.service.tokenizing)
 
     async def encode_chat(self, request: Request, *, token_limit: int | None = None) -> list[int]:
         """The tokens of a chat as the model reads it."""
@@ -120,7 +144,7 @@ class Call:
                     messages, tools=request.tools, think=request.think, token_limit=token_limit
                 )
 
-        return await self.in_thread(encode)
+        return await self.tokenized(encode)
 
     async def template(self) -> str:
         """The model's chat template."""

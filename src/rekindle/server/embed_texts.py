@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from starlette.responses import JSONResponse, Response
 
+from rekindle.cache.prefill import IsCancelled
 from rekindle.engine.embedding.embedder import Embeddings
 from rekindle.errors import nearest
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
-from rekindle.server.protocol import until_disconnect
 from rekindle.server.schema import MAX_TEXTS, EmbeddingsRequest
 from rekindle.session.session import Session
 
@@ -53,18 +52,7 @@ async def embed_texts(call: Call, given: str | Sequence[Any]) -> Embeddings:
         raise ApiError(400, "input: There is nothing to embed. Give a text.", param="input")
     if not isinstance(given, str) and not isinstance(given[0], int) and len(given) > MAX_TEXTS:
         raise ApiError(400, f"input: There are {len(given):,} texts. Send up to {MAX_TEXTS:,}.", param="input")
-    cancelled = threading.Event()
-    working = asyncio.get_running_loop().run_in_executor(
-        call.service.side_threads, _embed, call.service.session, given, cancelled
-    )
-
-    async def embedded() -> Embeddings:
-        return await working
-
-    try:
-        return await until_disconnect(call.http.receive, embedded())
-    finally:
-        cancelled.set()
+    return await call.within_time(partial(_embed, call.service.session, given), call.service.embedding)
 
 
 def narrowed(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
@@ -79,10 +67,10 @@ def narrowed(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[np
     return (cut / np.where(lengths == 0, 1, lengths)).astype(np.float32)
 
 
-def _embed(session: Session, given: str | Sequence[Any], cancelled: threading.Event) -> Embeddings:
+def _embed(session: Session, given: str | Sequence[Any], cancelled: IsCancelled) -> Embeddings:
     """The first call loads the embedder."""
     embedder = session.knowledge.embedder()
     several: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if isinstance(several[0], str):
-        return embedder.embed(several, cancelled=cancelled.is_set)
-    return embedder.embed_tokens(several, cancelled=cancelled.is_set)
+        return embedder.embed(several, cancelled=cancelled)
+    return embedder.embed_tokens(several, cancelled=cancelled)

@@ -27,6 +27,7 @@ from rekindle.errors import (
 )
 
 log = logging.getLogger("rekindle.server")
+_MAX_MESSAGE_CHARACTERS = 2000  # of which the first and the last half are shown of a longer one
 
 
 class ApiError(Exception):
@@ -43,6 +44,9 @@ class ApiError(Exception):
         overflow: tuple[int, int] | None = None,
     ) -> None:
         """`overflow`: the tokens of a prompt that does not fit, and those of the context."""
+        if len(message) > _MAX_MESSAGE_CHARACTERS:  # what a request gave can be megabytes long
+            half = _MAX_MESSAGE_CHARACTERS // 2
+            message = f"{message[:half]} [...] {message[-half:]}"
         super().__init__(message)
         self.status = status
         self.message = message

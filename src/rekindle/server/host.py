@@ -66,6 +66,9 @@ class ModelNames:
         """What a name stands for; `adapters` has those of each model. Raises `ApiError` 404 for unknown names."""
         if not name:
             return NamedModel(self._default, "")
+        if len(name) > _MAX_NAME_CHARACTERS:
+            message = f"{name[:50]!r}... is no model: names have up to {_MAX_NAME_CHARACTERS:,} characters."
+            raise ApiError(404, message, code="model_not_found")
         short = without_latest(name)
         spellings = list(dict.fromkeys((name, short, f"{ollama.PREFIX}{name}", f"{ollama.PREFIX}{short}")))
         meant = [known for pattern, known in self._aliases for one in spellings if fnmatchcase(one, pattern)]
@@ -86,6 +89,7 @@ def _known(name: str, adapters: Mapping[str, Sequence[str]]) -> NamedModel | Non
     return None
 
 
+_MAX_NAME_CHARACTERS = 1024
 _LOOK_SECONDS = 0.1  # how often a server that stops looks whether it shall hurry
 
 

@@ -24,11 +24,12 @@ from rekindle.server.pending_reply import PendingReply
 from rekindle.server.protocol import WireProtocol, error_kind
 from rekindle.server.reply_fields import timings_of
 from rekindle.server.schema import (
+    Bias,
     CacheBody,
     ChatMessage,
     CompletionOptions,
+    FewBiases,
     Items,
-    Number,
     Penalty,
     RequestBody,
     SamplingFields,
@@ -39,8 +40,7 @@ from rekindle.server.schema import (
 from rekindle.text.fill_in import OtherFile
 
 _MODEL = "One of /v1/models; default: the base model."
-Bias = Annotated[Number, Field(ge=-100, le=100)]
-BiasPairs = Annotated[Items[Annotated[list[Any], Field(min_length=2, max_length=2)]], Field(max_length=1024)]
+BiasPairs = Items[Annotated[list[Any], Field(min_length=2, max_length=2)]]
 
 
 class NativeSamplingBody(SamplingFields, CacheBody):
@@ -49,7 +49,7 @@ class NativeSamplingBody(SamplingFields, CacheBody):
     model: Text | None = Field(None, description=_MODEL)
     n_predict: StrictInt | None = Field(None, ge=-2, lt=2**31, description="Negative: as many as fit.")
     repeat_penalty: Penalty = None
-    logit_bias: BiasPairs | Annotated[dict[Text, Bias], Field(max_length=1024)] | None = Field(
+    logit_bias: Annotated[BiasPairs | dict[Text, Bias] | None, FewBiases] = Field(
         None, description="Pairs of a token id and a number, or an object of them."
     )
     ignore_eos: StrictBool = Field(False, description="The reply does not end before n_predict tokens.")
@@ -127,7 +127,7 @@ async def answer_infill(call: Call, body: InfillRequest) -> Response:
     adapter, session = call.adapter_of(body.model), call.service.session
     files = [OtherFile(file.filename, file.text) for file in body.input_extra or ()]
     prefix = body.input_prefix + body.prompt
-    tokens = await call.in_thread(lambda: session.fill_in_prompt(prefix, body.input_suffix, files))
+    tokens = await call.tokenized(lambda: session.fill_in_prompt(prefix, body.input_suffix, files))
     return await _answer(call, body, [tokens], adapter)
 
 
@@ -147,7 +147,7 @@ async def _prompts(call: Call, given: str | Sequence[Any]) -> list[PromptLike]:
         starts = [lead if number and isinstance(part, str) else 0 for number, part in enumerate(given)]
         return [token for part, start in zip(parts, starts, strict=True) for token in part[start:]]
 
-    return [await call.in_thread(joined)]
+    return [await call.tokenized(joined)]
 
 
 async def _answer(call: Call, body: NativeSamplingBody, prompts: Sequence[PromptLike], adapter: str) -> Response:
@@ -295,4 +295,4 @@ async def apply_template(call: Call, body: ApplyTemplateRequest) -> Response:
         with call.service.session.staying():
             return engine.tokenizer.spell(tokens)
 
-    return JSONResponse({"prompt": await call.in_thread(spelled), "rekindle": {"ignored": body.ignored()}})
+    return JSONResponse({"prompt": await call.tokenized(spelled), "rekindle": {"ignored": body.ignored()}})

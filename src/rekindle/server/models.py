@@ -5,7 +5,6 @@ Adapters are models of their own to clients: loaded and unloaded while the serve
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from typing import Any
 
@@ -56,7 +55,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Response:
     given = body.content if body.content is not None else body.prompt
     if (given is None) == (body.messages is None):
         raise ApiError(400, "Give either content (or prompt) or messages.", param="content")
-    return await asyncio.get_running_loop().run_in_executor(call.service.side_threads, _tokenized, call, body, given)
+    return await call.tokenized(lambda: _tokenized(call, body, given))
 
 
 def _tokenized(call: Call, body: TokenizeRequest, given: str | None) -> Response:
@@ -84,7 +83,7 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
     """The text of token ids."""
     call.adapter_of(body.model)
     call.check_tokens(body.tokens)
-    text = await call.in_thread(lambda: _decoded(call, body.tokens)) if body.tokens else ""
+    text = await call.tokenized(lambda: _decoded(call, body.tokens)) if body.tokens else ""
     return JSONResponse({"content": text, "prompt": text})
 
 

@@ -262,7 +262,7 @@ async def answer_generate(call: Call, body: GenerateRequest) -> Response:
     session, tokens = call.service.session, None
     if body.suffix:
         prefix, suffix = body.prompt, body.suffix
-        tokens = await call.in_thread(lambda: session.fill_in_prompt(prefix, suffix))
+        tokens = await call.tokenized(lambda: session.fill_in_prompt(prefix, suffix))
     request = generate_request(body, call.caller.tenant, call.service.reply_length(), tokens)
     return await _answer(call, body, request, _generate_fields)
 

@@ -92,14 +92,16 @@ class ClientGone(Exception):
     """The client disconnected."""
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Await `work`, but cancel it and raise `ClientGone` as soon as the client disconnects."""
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, _Result], limit_seconds: float | None = None
+) -> _Result:
+    """Await `work`, but cancel it and raise `ClientGone` as soon as the client disconnects, or `TimeoutError`."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, timeout=limit_seconds, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientGone if leaving.done() else TimeoutError
         return working.result()
     finally:
         for task in (leaving, working):

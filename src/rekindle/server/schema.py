@@ -35,6 +35,7 @@ Number = StrictFloat | StrictInt
 Text = StrictStr
 Stop = Annotated[StrictStr, Field(max_length=1024)]  # every token is compared with each
 MAX_CHOICES = 8
+MAX_BIASES = 1024
 MAX_TEXTS = 2048
 MAX_DOCUMENTS = 1000
 MAX_SALT = 1024  # characters
@@ -115,6 +116,18 @@ class ResponseFormat(RequestBody):
     json_schema: JsonSchema | None = None
 
 
+Bias = Annotated[Number, Field(ge=-100, le=100)]
+
+
+def _few_biases(given: object) -> object:
+    """Checked before each is: pydantic reports every wrong one, which takes seconds for a hundred thousand."""
+    if isinstance(given, (dict, list)) and len(given) > MAX_BIASES:
+        raise ValueError(f"It has {len(given):,} tokens. Give up to {MAX_BIASES:,}")
+    return given
+
+
+FewBiases = BeforeValidator(_few_biases)
+BiasByToken = Annotated[dict[Text, Bias], FewBiases]
 Penalty = Annotated[Number, Field(gt=0, le=100)] | None
 
 
@@ -137,7 +150,7 @@ class SamplingBody(SamplingFields, CacheBody):
     model: Text | None = Field(None, description="One of /v1/models; default: the base model.")
     temperature: Number | None = Field(None, ge=0, le=100, description="0 is greedy; default 1, as in OpenAI's API.")
     repetition_penalty: Penalty = None
-    logit_bias: dict[Text, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    logit_bias: BiasByToken | None = None
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Number of choices.")
     max_tokens: StrictInt | None = Field(None, ge=0, lt=2**31)
     min_tokens: StrictInt | None = Field(None, ge=0, lt=2**31, description="The reply has at least this many tokens.")

@@ -75,11 +75,13 @@ class Service:
         session.adapters.loads_known = False  # only the operator decides what is served
         session.cache.owner_asks = False
         self.settings, self.apps, self.metrics, self.scope = settings, shared.apps, shared.metrics, shared.scope
-        self._timeout_seconds = parse_duration(settings.timeout)
+        self.timeout_seconds = parse_duration(settings.timeout)
         places = _places(session)
         self.admission = AdmissionQueue(places, settings.queue, session.shares)
         self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
         self.side_threads = ThreadPoolExecutor(2, thread_name_prefix="rekindle-side")  # for work without a model
+        self.tokenizing = ThreadPoolExecutor(2, thread_name_prefix="rekindle-tokenize")  # seconds for a long text
+        self.embedding = ThreadPoolExecutor(2, thread_name_prefix="rekindle-embed")  # a minute for many texts
         self.prefetching = ThreadPoolExecutor(1, thread_name_prefix="rekindle-prefetch")  # slow, too
         self.ingesting = ThreadPoolExecutor(1, thread_name_prefix="rekindle-ingest")  # slow: it must not delay searches
         self.recent, self.usage = shared.recent, _usage_log(session)
@@ -145,7 +147,7 @@ class Service:
                 queue.put_nowait(late)
 
         # Not `wait_for`: cancelled at the moment an event arrives, it would swallow the cancellation.
-        loop, limit, late = asyncio.get_running_loop(), self._timeout_seconds, too_late(self._timeout_seconds)
+        loop, limit, late = asyncio.get_running_loop(), self.timeout_seconds, too_late(self.timeout_seconds)
         timers = [
             loop.call_later(limit, time_is_up),
             loop.call_later(limit + _LAST_TOKEN_SECONDS, queue.put_nowait, late),
@@ -251,7 +253,7 @@ class Service:
         self.threads.shutdown(wait=True)
         if self.settings.page:
             self.usage.flush()
-        for threads in (self.side_threads, self.prefetching, self.ingesting):
+        for threads in (self.side_threads, self.tokenizing, self.embedding, self.prefetching, self.ingesting):
             threads.shutdown(wait=False, cancel_futures=True)
         self.session.close()
 

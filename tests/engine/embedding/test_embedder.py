@@ -339,3 +339,42 @@ def test_embedding_needs_no_torch() -> None:
     heavy = "{'torch', 'transformers'}"
     code = f"import sys, rekindle.engine.embedding.embedder; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+LONG_TEXTS = {
+    "words": "lamp house river " * 40_000,
+    "one word": "z" * 500_000,
+    "white space first": " \n" * 200_000 + "lamp house",
+    "a word nobody knows first": "é" * 100_000 + " lamp house",
+    "short": "lamp",
+}
+
+
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_a_long_text_has_the_vector_of_its_first_tokens(name: str, make: Make) -> None:
+    made = load(make())
+    ids = made._tokenizer.encode(LONG_TEXTS[name]).ids
+    np.testing.assert_array_equal(made.embed([LONG_TEXTS[name]]).vectors, made.embed_tokens([ids]).vectors)
+    assert made.embed([LONG_TEXTS[name]]).truncated == bool(made._tokenizer.encode(LONG_TEXTS[name]).overflowing)
+
+
+def test_of_a_long_text_only_its_beginning_is_tokenized(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = load(make())
+    lengths: list[int] = []
+
+    class Counting:
+        def __init__(self, real: tokenizers.Tokenizer) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._real, name)
+
+        def encode_batch_fast(self, texts: list[str], **how: object) -> object:
+            lengths.extend(map(len, texts))
+            return self._real.encode_batch_fast(texts, **how)
+
+    longest = max(map(len, made._tokenizer.get_vocab()))
+    monkeypatch.setattr(made, "_uncut", Counting(made._uncut))
+    monkeypatch.setattr(made, "_tokenizer", Counting(made._tokenizer))
+    assert made.embed([LONG_TEXTS["words"]]).truncated == 1
+    assert sum(lengths) < 20 * made.token_limit * longest

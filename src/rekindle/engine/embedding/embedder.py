@@ -157,14 +157,31 @@ class Embedder:
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             stop_if(cancelled)
             some = texts[start : start + _TEXTS_AT_ONCE]
-            wanted = [text.lower() for text in some] if self._settings.lower else list(some)
+            begun = [self._beginning(text, cancelled) for text in some]
+            wanted = [text.lower() for text in begun] if self._settings.lower else begun
             for encoding in self._tokenizer.encode_batch_fast(wanted):
                 prompts.append(np.array(encoding.ids, np.int32))
                 truncated += bool(encoding.overflowing)
-            if sum(map(len, some)) >= LARGE_CHARACTERS:
+            if sum(map(len, begun)) >= LARGE_CHARACTERS:
                 del encoding
                 trim_heap()
         return self._embedded(prompts, truncated, cancelled)
+
+    def _beginning(self, text: str, cancelled: Callable[[], bool] | None) -> str:
+        """As much of a text as the model reads: its first part that has twice as many tokens.
+
+        Most texts need one trial. White space, and words that the vocabulary does not know, may take more text.
+        """
+        size = 2 * self.token_limit * self._longest_token
+        while size < len(text) and self.count_tokens(text[:size]) < 2 * self.token_limit:
+            stop_if(cancelled)
+            size *= 4
+        return text[:size]
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In characters."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def embed_tokens(
         self, prompts: Sequence[Sequence[int]], *, cancelled: Callable[[], bool] | None = None

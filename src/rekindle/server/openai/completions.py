@@ -60,7 +60,7 @@ async def _between(call: Call, body: CompletionRequest, suffix: str) -> list[lis
         raise ApiError(400, "suffix goes with a prompt that is text, and without echo.", param="suffix")
     session = call.service.session
     try:
-        return await call.in_thread(lambda: [session.fill_in_prompt(text, suffix) for text in texts])
+        return await call.tokenized(lambda: [session.fill_in_prompt(text, suffix) for text in texts])
     except InvalidPrompt as error:
         raise ApiError(400, f"suffix is not supported: {error}", param="suffix") from None
 
