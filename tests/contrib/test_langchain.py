@@ -152,6 +152,7 @@ def test_options_hold_in_the_model_and_in_the_call(session: Session, chat: ChatR
     assert isinstance(text, str)
     stopped = chat.invoke("Hello.", stop=[text[4]]).content
     assert stopped == text[: text.index(text[4])] != text
+    assert chat.model_copy(update={"stop": [text[4]]}).invoke("Hello.").content == stopped
     drawn = ChatRekindle(session=session, max_tokens=12, temperature=2.0, seed=7, options={"top_k": 40})
     own = session.chat("Hello.", max_tokens=12, temperature=2.0, seed=7, top_k=40)
     assert drawn.invoke("Hello.").content == own.text != text
@@ -186,6 +187,56 @@ def test_messages_become_the_prompt_that_the_session_makes_of_them(session: Sess
     )
     assert message.usage_metadata is not None
     assert message.usage_metadata["input_tokens"] == own.usage.prompt_tokens and told(message)["computed"] == 1
+
+
+def test_calls_and_results_of_tools_may_be_parts_of_messages(session: Session, chat: ChatRekindle) -> None:
+    call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"far": true}'}}
+    asked = {"role": "user", "content": "What is out there?"}
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    seen = {"role": "tool", "content": "A ship.", "tool_call_id": "call00001"}
+    own = [
+        session.chat([asked, called, seen], max_tokens=1),
+        session.chat([asked, called, seen, {"role": "user", "content": "And now?"}], max_tokens=1),
+    ]
+    assert own[0].text != own[1].text or own[0].usage.prompt_tokens != own[1].usage.prompt_tokens
+    text, used = {"type": "text", "text": "I look."}, {"id": "call00001", "name": "look"}
+    known: Any = [{**used, "args": {"far": True}}]
+    replies = [
+        AIMessage([text, {"type": "tool_use", "input": {"far": True}, **used}], tool_calls=known),
+        AIMessage([text, {"type": "tool_use", "input": {"far": True}, **used}]),
+        AIMessage([text, {"type": "tool_call", "args": {"far": True}, **used}], tool_calls=known),
+    ]
+    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "call00001", "content": "A ship."}
+    listed = {**result, "content": [{"type": "text", "text": "A ship."}]}
+    for reply in replies:
+        for content in (
+            ToolMessage("A ship.", tool_call_id="call00001"),
+            HumanMessage([result]),
+            HumanMessage([listed]),
+        ):
+            message = chat.invoke([HumanMessage("What is out there?"), reply, content], max_tokens=1)
+            assert (message.content, told(message)["computed"]) == (own[0].text, 1)
+        parts = HumanMessage([listed, {"type": "text", "text": "And now?"}])
+        message = chat.invoke([HumanMessage("What is out there?"), reply, parts], max_tokens=1)
+        assert (message.content, told(message)["computed"]) == (own[1].text, 1)
+    with pytest.raises(InvalidPrompt, match="tool_use"):
+        chat.invoke([HumanMessage([{"type": "tool_use", "input": {}, **used}])])
+
+
+def test_thoughts_of_a_reply_are_no_text_of_it(session: Session, chat: ChatRekindle) -> None:
+    before = {"role": "assistant", "content": "Blue.", "reasoning_content": "The sky."}
+    own = session.chat([{"role": "user", "content": "Hi"}, before, {"role": "user", "content": "Why?"}], max_tokens=1)
+    for thought in ({"type": "thinking", "thinking": "The sky."}, {"type": "reasoning", "reasoning": "The sky."}):
+        reply = AIMessage([thought, {"type": "text", "text": "Blue."}])
+        message = chat.invoke([HumanMessage("Hi"), reply, HumanMessage("Why?")], max_tokens=1)
+        assert (message.content, told(message)["computed"]) == (own.text, 1)
+
+
+def test_the_model_is_named_as_langchain_traces_it(session: Session, chat: ChatRekindle) -> None:
+    about = chat._get_ls_params(stop=["."])
+    assert about["ls_provider"] == chat._llm_type == "rekindle"
+    assert about["ls_model_name"] == chat.model_name == session.engine.name
+    assert (about["ls_model_type"], about["ls_temperature"], about["ls_max_tokens"]) == ("chat", 0.0, 12)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from rekindle.errors import InvalidSetting
 from rekindle.server.errors import ApiError
 from rekindle.server.host import ModelNames
 from tests.server.conftest import Serve
+from tests.server.soak import tiny_embedder
 
 ALIASES = ["claude-*-haiku=small:writer", "claude-*=small", "gpt-5=writer"]
 
@@ -52,3 +56,20 @@ def test_aliases_work_in_every_protocol(serve: Serve) -> None:
         assert answer.status_code == 200 and answer.json()["model"] == "fake-0"
     assert served.get("/v1/models/claude-opus").json()["id"] == "fake-0"
     assert served.get("/v1/models/gpt").status_code == 404
+
+
+def test_an_alias_may_stand_for_the_embedder(serve: Serve, tmp_path: Path) -> None:
+    embedder = tiny_embedder(tmp_path / "embedder")
+    own: dict[str, Any] = {"embedder": embedder}
+    served = serve(session=own, alias=("gpt-*=fake-0", f"text-embedding-*={embedder}", f"fake-*={embedder}"))
+    expected = served.post("/v1/embeddings", input="A lamp.").json()["data"]
+    for name in ("text-embedding-3-small", embedder):
+        answer = served.post("/v1/embeddings", model=name, input="A lamp.").json()
+        assert (answer["data"], answer["model"]) == (expected, embedder)
+        assert served.post("/api/embed", model=f"{name}:latest", input="A lamp.").json()["model"] == embedder
+        assert served.post("/api/embeddings", model=name, prompt="A lamp.").status_code == 200
+        assert served.post("/api/show", model=name).json()["capabilities"] == ["embedding"]
+    assert served.get("/v1/models/text-embedding-3-small").json()["id"] == embedder
+    for name in ("gpt-5", "fake-0"):  # language models: an alias of theirs, and a name of its own
+        assert served.post("/v1/embeddings", model=name, input="A lamp.").status_code == 404
+        assert served.get(f"/v1/models/{name}").json()["id"] == "fake-0"

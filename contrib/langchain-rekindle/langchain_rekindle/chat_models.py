@@ -43,9 +43,9 @@ _ROLES: Mapping[type, str] = {
 class ChatRekindle(BaseChatModel):
     """A session's model as a chat model.
 
-    max_tokens, temperature, top_p, seed   as `Session.chat` takes them: greedy unless a temperature is given
-    tenant, cache_salt                     of the KV; default: the session's own
-    options                                any other option of `Session.chat`
+    max_tokens, temperature, top_p, seed, stop   as `Session.chat` takes them: greedy unless a temperature is given
+    tenant, cache_salt                           whose KV it is; default: the session's own
+    options                                      any other option of `Session.chat`
 
     Every option can be given in a call, too. So can `documents=`: Documents, texts or {"text": ..., "title": ...},
     quoted by number before the first user message. `forget` finds all KV of library passages quoted so. A reply's
@@ -58,6 +58,7 @@ class ChatRekindle(BaseChatModel):
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
+    stop: list[str] = Field(default_factory=list)
     tenant: str | None = None
     cache_salt: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -67,8 +68,13 @@ class ChatRekindle(BaseChatModel):
         return "rekindle"
 
     @property
+    def model_name(self) -> str:
+        """The name of the session's model, for traces as well."""
+        return self.session.engine.name
+
+    @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {"model_name": self.session.engine.name, **self._options()}
+        return {"model_name": self.model_name, **self._options()}
 
     def bind_tools(
         self,
@@ -143,7 +149,7 @@ class ChatRekindle(BaseChatModel):
             yield chunks.last(await stream.reply())
 
     def _options(self) -> dict[str, Any]:
-        named = ("max_tokens", "temperature", "top_p", "seed", "tenant", "cache_salt")
+        named = ("max_tokens", "temperature", "top_p", "seed", "stop", "tenant", "cache_salt")
         return {**{name: getattr(self, name) for name in named}, **self.options}
 
     def _request(
@@ -155,7 +161,7 @@ class ChatRekindle(BaseChatModel):
         documents = [_passage(item) for item in chosen.pop("documents", None) or ()]
         whose = {name: chosen[name] for name in ("tenant", "cache_salt")}
         chosen["documents"] = self.session.knowledge.quotes(documents, **whose)
-        return Request.of([_message(message) for message in messages], **chosen)
+        return Request.of([one for message in messages for one in _messages(message)], **chosen)
 
     def _result(self, reply: Reply) -> ChatResult:
         message = AIMessage(
@@ -242,32 +248,74 @@ def _passage(item: Any) -> Any:
     return {**item.metadata, "text": item.page_content, "title": title if isinstance(title, str) else ""}
 
 
-def _message(message: BaseMessage) -> dict[str, Any]:
-    """A message as the session takes it. Raises `InvalidPrompt` for other roles and content."""
+def _messages(message: BaseMessage) -> list[dict[str, Any]]:
+    """A message as the session takes it; results of tools that are parts of it come first, as messages of their own.
+
+    Raises `InvalidPrompt` for other roles and content.
+    """
     role = next((role for kind, role in _ROLES.items() if isinstance(message, kind)), None)
     if isinstance(message, ChatMessage):
         role = message.role
     if role is None:
         raise InvalidPrompt(f"A {type(message).__name__} cannot be answered. Use human, ai, system and tool messages.")
-    made: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    results = [part for part in parts if _kind(part) == "tool_result"] if role == "user" else []
+    rest = [part for part in parts if part not in results]
+    unread = _CALLS + _THOUGHTS if isinstance(message, AIMessage) else ()
+    made: dict[str, Any] = {"role": role, "content": _text([part for part in rest if _kind(part) not in unread])}
     if message.name:
         made["name"] = message.name
-    if isinstance(message, AIMessage) and message.tool_calls:
-        calls = (ToolCall(call["id"] or "", call["name"], json.dumps(call["args"])) for call in message.tool_calls)
-        made["tool_calls"] = [call.as_openai() for call in calls]
+    if isinstance(message, AIMessage):
+        if calls := _calls(message, parts):
+            made["tool_calls"] = [call.as_openai() for call in calls]
+        if thoughts := [str(part.get(kind) or "") for part, kind in _mappings(parts) if kind in _THOUGHTS]:
+            made["reasoning_content"] = "\n".join(thoughts)
     if isinstance(message, ToolMessage):
         made["tool_call_id"] = message.tool_call_id
-    return made
+    found = [_result_message(part) for part in results]
+    return [*found, made] if rest or not found else found
 
 
-def _text(content: str | Sequence[str | Mapping[str, Any]]) -> str:
+_Part = str | Mapping[str, Any]
+# Parts of replies, as Anthropic's models and LangChain's standard write them.
+_CALLS = ("tool_use", "tool_call")
+_THOUGHTS = ("thinking", "reasoning")
+
+
+def _kind(part: _Part) -> Any:
+    return "text" if isinstance(part, str) else part.get("type")
+
+
+def _mappings(parts: Sequence[_Part]) -> list[tuple[Mapping[str, Any], Any]]:
+    """The parts that are no plain text, each with its type."""
+    return [(part, part.get("type")) for part in parts if not isinstance(part, str)]
+
+
+def _calls(message: AIMessage, parts: Sequence[_Part]) -> list[ToolCall]:
+    """The tool calls of a reply. They may be parts of its content, too: those that are nowhere else count as well."""
+    calls = [ToolCall(call["id"] or "", call["name"], json.dumps(call["args"])) for call in message.tool_calls]
+    known = {call.id for call in calls}
+    for part, kind in _mappings(parts):
+        if kind in _CALLS and part.get("id") not in known:
+            arguments = part.get("input", part.get("args", {}))
+            calls.append(ToolCall(str(part.get("id") or ""), str(part.get("name")), json.dumps(arguments)))
+    return calls
+
+
+def _result_message(part: _Part) -> dict[str, Any]:
+    """What a tool gave, as Anthropic's clients send it: as a part of the user's message."""
+    assert isinstance(part, Mapping)
+    content = _text(part.get("content") or "")
+    return {"role": "tool", "content": content, "tool_call_id": str(part.get("tool_use_id") or "")}
+
+
+def _text(content: str | Sequence[_Part]) -> str:
     if isinstance(content, str):
         return content
     texts = []
     for part in content:
         text = part if isinstance(part, str) else part.get("text") if part.get("type") == "text" else None
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise InvalidPrompt(f"A part of type {kind!r} is not supported: only text is. Leave it out.")
+            raise InvalidPrompt(f"A part of type {_kind(part)!r} is not supported: only text is. Leave it out.")
         texts.append(text)
     return "".join(texts)

@@ -38,9 +38,9 @@ def _encoded(vector: NDArray[np.float32], form: str) -> list[float] | str:
 
 
 def check_embedder(call: Call, name: str | None) -> str:
-    """The name of the embedder. Raises `ApiError` 404 for another one."""
-    model = call.service.session.settings.embedder
-    if name and name != model:
+    """The name of the embedder. Raises `ApiError` 404 for a name that does not stand for it."""
+    model = call.host.shared.session_settings.embedder
+    if name and not call.host.is_embedder(name):
         message = f"{name!r} gives no embeddings here.{nearest(name, [model])}"
         raise ApiError(404, message, code="model_not_found")
     return model

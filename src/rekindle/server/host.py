@@ -69,14 +69,22 @@ class ModelNames:
         if len(name) > _MAX_NAME_CHARACTERS:
             message = f"{name[:50]!r}... is no model: names have up to {_MAX_NAME_CHARACTERS:,} characters."
             raise ApiError(404, message, code="model_not_found")
-        short = without_latest(name)
-        spellings = list(dict.fromkeys((name, short, f"{ollama.PREFIX}{name}", f"{ollama.PREFIX}{short}")))
-        meant = [known for pattern, known in self._aliases for one in spellings if fnmatchcase(one, pattern)]
-        for one in (*spellings, *meant[:1]):
+        for one in (*_spellings(name), *self.aliased(name)[:1]):
             if (found := _known(one, adapters)) is not None:
                 return found
         near = nearest(name, [*adapters, *(adapter for some in adapters.values() for adapter in some)])
         raise ApiError(404, f"The model {name!r} is not served here.{near}", code="model_not_found")
+
+    def aliased(self, name: str) -> list[str]:
+        """The names that aliases give to a name."""
+        if len(name) > _MAX_NAME_CHARACTERS:
+            return []
+        return [known for pattern, known in self._aliases for one in _spellings(name) if fnmatchcase(one, pattern)]
+
+
+def _spellings(name: str) -> list[str]:
+    short = without_latest(name)
+    return list(dict.fromkeys((name, short, f"{ollama.PREFIX}{name}", f"{ollama.PREFIX}{short}")))
 
 
 def _known(name: str, adapters: Mapping[str, Sequence[str]]) -> NamedModel | None:
@@ -161,6 +169,11 @@ class Host:
     def resolve(self, name: str | None) -> NamedModel:
         """The model and the adapter that a name stands for. Raises `ApiError` 404 for unknown names."""
         return self._names.resolve(name, {model.name: model.adapters for model in self.models.values()})
+
+    def is_embedder(self, name: str) -> bool:
+        """Whether a name stands for the embedder: its own, or one with an alias, which no language model has."""
+        embedder, short = self.shared.session_settings.embedder, without_latest(name)
+        return embedder in (name, short) or (embedder in self._names.aliased(name) and short not in self.models)
 
     def start(self, failed: Callable[[], None]) -> None:
         """Open the default model; `failed` is called, in a thread, if that fails: `failure` says why."""

@@ -27,6 +27,8 @@ async def show_model(call: Call) -> Response:
     """One of the models that are served."""
     wanted, models = call.http.path_params["name"], _models(call)
     found = next((model for model in models if model["id"] == wanted), None)
+    if found is None and call.host.is_embedder(wanted):
+        found = models[-1]
     if found is None:  # an alias, or MODEL:ADAPTER
         meant = call.host.resolve(wanted)
         parent = meant.model if meant.adapter else None

@@ -23,7 +23,6 @@ from rekindle.server.body import ReplyLength, cache_options, sampling_options
 from rekindle.server.call import Call
 from rekindle.server.embed_texts import check_embedder, embed_texts, narrowed
 from rekindle.server.errors import ApiError
-from rekindle.server.host import without_latest
 from rekindle.server.job import Finished, ThoughtDelta
 from rekindle.server.pending_reply import begin_chat
 from rekindle.server.protocol import WireProtocol, to_json
@@ -319,7 +318,7 @@ async def _answer(call: Call, body: OllamaBody, request: Request, fields: Callab
 
 async def answer_embed(call: Call, body: EmbedRequest) -> Response:
     """Vectors of texts, in Ollama's format."""
-    started, model = time.perf_counter(), check_embedder(call, without_latest(body.model or ""))
+    started, model = time.perf_counter(), check_embedder(call, body.model)
     found = await embed_texts(call, body.input)
     if found.truncated and body.truncate is False:
         raise ApiError(400, f"truncate: {found.truncated} of the texts are longer than {model} reads. Shorten them.")
@@ -337,7 +336,7 @@ async def answer_embed(call: Call, body: EmbedRequest) -> Response:
 
 async def answer_old_embeddings(call: Call, body: OldEmbeddingsRequest) -> Response:
     """The vector of one text, in Ollama's older format."""
-    check_embedder(call, without_latest(body.model or ""))
+    check_embedder(call, body.model)
     if not body.prompt:
         raise ApiError(400, "prompt: There is nothing to embed. Give a text.")
     found = await embed_texts(call, body.prompt)

@@ -23,7 +23,7 @@ from rekindle.models.pull import pull
 from rekindle.models.sources import NAMED
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
-from rekindle.server.host import ServedModel, without_latest
+from rekindle.server.host import ServedModel
 from rekindle.server.ollama import OLLAMA, ModelBody, PullRequest, timestamp
 from rekindle.server.protocol import EventStream
 from rekindle.text.fill_in import has_fill_in
@@ -72,7 +72,7 @@ async def list_running(call: Call) -> Response:
 
 async def show_tag(call: Call, body: ModelBody) -> Response:
     """One of the models that are served, as Ollama shows it. Of one that was never loaded, little is known."""
-    if body.named and without_latest(body.named) == call.host.shared.session_settings.embedder:
+    if body.named and call.host.is_embedder(body.named):
         return JSONResponse(_shown(call, "", _details("", "", ""), {}, ["embedding"]))
     named = call.host.resolve(body.named)
     model = call.host.models[named.model]

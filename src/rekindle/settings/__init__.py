@@ -331,7 +331,7 @@ class ServerSettings(_Loadable):
     alias: tuple[str, ...] = _server(
         (),
         "Further names of models, with commas between: 'claude-*=MODEL', or '*=MODEL' for all that nobody knows, where "
-        "MODEL is a name of /v1/models. The flag may be given several times.",
+        "MODEL is a name of /v1/models, also the embedder's. The flag may be given several times.",
     )
     model_memory: str | None = _server(
         None,
