@@ -79,7 +79,7 @@ def test_what_was_found_ended_is_not_marked_if_another_is_watched_by_now(disk: D
 
 def test_an_app_that_is_set_killed_is_watched_no_more(disk: DiskStore) -> None:
     watch_process(disk, OWN, "mail", os.getpid())
-    Apps(disk, OWN).set("mail", "not running")
+    Apps(disk, OWN).set("mail", "killed")
     assert [(app.state, app.process) for app in list_apps(disk)] == [("killed", None)]
     assert wait_for_end(disk, OWN, "mail") is True
 

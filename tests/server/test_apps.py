@@ -28,10 +28,14 @@ def put(served: Served, app: str, state: str) -> Any:
         return client.put(f"{OWN}/apps/{app}", json={"state": state})
 
 
-def test_what_is_kept_for_an_app_is_told(served: Served) -> None:
-    served.chat(LONG, app_id="mail", app_state="suspended")
+def test_an_app_is_listed_with_its_state(served: Served) -> None:
+    served.chat(LONG, app_id="mail", app_state="background")
     told = apps(served)["mail"]
-    assert told["state"] == "background" and told["size_bytes"] > 0 and told["process"] is None
+    assert told["state"] == "background" and told["requests"] == 1 and told["process"] is None
+
+
+def tokens_kept(served: Served) -> int:
+    return sum(entry["tokens"] for entry in served.get(f"{OWN}/entries").json()["data"])
 
 
 @pytest.mark.usefixtures("crowded")
@@ -39,12 +43,13 @@ def test_the_kv_of_a_killed_app_goes_and_what_others_ask_for_stays(serve: Serve)
     served = serve(session={"killed_ttl": "0s"})
     served.chat(LONG + "One.", app_id="mail")
     served.chat("Something else entirely. " * 5, app_id="notes")
-    before = apps(served)
-    assert before["mail"]["private_bytes"] > 0
-    assert put(served, "mail", "onDestroy").json()["state"] == "killed"
-    after = apps(served)
-    assert after["mail"]["private_bytes"] == 0 and after["mail"]["state"] == "killed"
-    assert after["notes"]["private_bytes"] == before["notes"]["private_bytes"] > 0
+    before = tokens_kept(served)
+    assert put(served, "mail", "killed").json()["state"] == "killed"
+    assert apps(served)["mail"]["state"] == "killed"
+    assert 0 < tokens_kept(served) < before
+    served.chat("Something else entirely. " * 5, app_id="notes")
+    again = served.chat("Something else entirely. " * 5, app_id="notes")
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def test_what_another_process_says_of_an_app_is_seen(served: Served) -> None:
@@ -91,7 +96,7 @@ def test_without_a_cache_a_state_is_still_heeded(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "state"), [("onStop", "background"), ("onResume", "foreground"), ("sceneDidDisconnect", "killed")]
+    ("said", "state"), [("background", "background"), ("foreground", "foreground"), ("killed", "killed")]
 )
 def test_a_helper_may_report_an_app_before_it_asks_and_repeat_itself(served: Served, said: str, state: str) -> None:
     for _ in range(2):

@@ -69,8 +69,6 @@ def test_a_session_knows_who_asked(session: Session) -> None:
         "mail": ("foreground", 2),
         "notes": ("background", 1),
     }
-    assert told["mail"].private_bytes > 0  # the second question
-    assert told["notes"].size_bytes > 0
 
 
 def test_private_kv_of_a_killed_app_goes_and_the_shared_prefix_stays(session: Session) -> None:
@@ -79,7 +77,7 @@ def test_private_kv_of_a_killed_app_goes_and_the_shared_prefix_stays(session: Se
         ask(session, question, app=app)
     maintain(session)
     whole = [kept(session, question) for question in questions]
-    session.apps.set("mail", "terminated")
+    session.apps.set("mail", "killed")
     maintain(session)
     after = [kept(session, question) for question in questions]
     assert after[1] == whole[1]

@@ -13,7 +13,6 @@ from rekindle.core.keys import KvSpace, common_tokens, token_bytes
 from rekindle.core.reply import ChunkReuse, OriginMiss
 from rekindle.core.scope import AppRef
 from rekindle.engine.base import EngineSequence
-from rekindle.store.evict import ContextUse
 
 _MAX_PARKED = 8
 
@@ -51,7 +50,6 @@ class Context:
         self.checkpoint_tokens = 0  # number of first tokens of its last stored checkpoint
         self.quantized_tokens = 0  # number of its tokens whose KV was quantized
         self.shared_tokens = 0  # number of its first tokens that were loaded with the help of a shared tier
-        self.hits = 0  # number of requests that continued it
         self.coarse_from: int | None = None  # from there on some KV has fewer bits than this space stores
         self._keeps: list[WriteJob] = []
         self._stored_tokens = 0
@@ -152,19 +150,15 @@ def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReus
     return tuple(left)
 
 
-ContextOrder = Callable[[Sequence[ContextUse]], Sequence[int]]
-
-
 class ParkedContexts:
     """Contexts of finished requests, still in the engine: a request that continues one loads nothing.
 
-    Never more bytes than the limit. `order` says which leave first, by number; it is given the oldest first, and long
-    ones age slower than short ones: the title request of a chat does not evict the chat. Thread-safe.
+    Never more bytes than the limit. The oldest leave first, and long ones age slower than short ones: the title request
+    of a chat does not evict the chat. Thread-safe.
     """
 
-    def __init__(self, limit_bytes: int, order: ContextOrder = lambda contexts: range(len(contexts))) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._order = order
         self._lock = threading.Lock()
         self._parked: dict[Context, _ParkedKey] = {}  # the least recently used first
         self._turn = 0
@@ -199,22 +193,17 @@ class ParkedContexts:
         if not self._limit_bytes:
             context.close()
             return
+        leaving: list[Context] = []
         with self._lock:
             self._turn += 1
             self._parked[context] = _ParkedKey(token_bytes(context.tokens), self._turn)
-            if not self._is_full():
-                return
             mean = sum(len(key.tokens) for key in self._parked.values()) / len(self._parked)
             ages = {
                 one: (self._turn - key.turn + 1) * mean / max(1, len(key.tokens)) for one, key in self._parked.items()
             }
-        listed = sorted(ages, key=lambda one: -ages[one])
-        uses = [ContextUse(one.app_ref, len(one.tokens), one.size_bytes, one.hits, ages[one]) for one in listed]
-        ranked = [listed[number] for number in self._order(uses)]  # it asks the catalog: not under the lock
-        leaving: list[Context] = []
-        with self._lock:
-            for one in [*ranked, *self._parked]:  # then any that came meanwhile
-                if self._is_full() and self._parked.pop(one, None) is not None:
+            for one in sorted(ages, key=lambda one: -ages[one]):
+                if self._is_full():
+                    del self._parked[one]
                     leaving.append(one)
         for gone in leaving:
             gone.close()

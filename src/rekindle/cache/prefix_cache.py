@@ -46,7 +46,6 @@ from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import Closed, InvalidSetting, KvLost, OutOfMemory
 from rekindle.settings import Settings
 from rekindle.store.catalog.app_rows import key_of
-from rekindle.store.evict import ContextUse
 from rekindle.store.purge import TokenRun
 from rekindle.store.tiered import TieredStore
 
@@ -175,7 +174,7 @@ class PrefixCache:
         crowded = kv.engine.capabilities.crowded  # then parked contexts take no memory that is not taken anyway
         # A parked context has no age: with a time to live, there are none.
         parks = kv.store is not None and settings.ttl is None and memory > 0
-        self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0, self._leaving_order)
+        self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
         if kv.writer is not None:
             kv.writer.free_killed = self.free_killed
         self._memory_gate, self._inflight = MemoryGate(self.unpark), InflightPrefills()
@@ -351,7 +350,6 @@ class PrefixCache:
             log.info("computing instead: %s", reason)
             context.close()
             return None
-        context.hits += 1
         kv_space, tokens = lookup.kv_space, lookup.tokens[: plan.reused]
         saved_ms = 1e3 * self.costs.rates.compute_seconds(Span(0, len(tokens)))
         self.kv.offer(StoreNote(lambda store: store.record_stay(kv_space, tokens, saved_ms)))
@@ -406,14 +404,6 @@ class PrefixCache:
         if self.store is not None and not self._closed:
             killed = {(row.tenant, row.salt_digest, row.name) for row in self.store.free_killed()}
             self._parked.clear(lambda context: context.app_ref is not None and key_of(context.app_ref) in killed)
-
-    def _leaving_order(self, contexts: Sequence[ContextUse]) -> Sequence[int]:
-        """Which parked contexts leave first: by the policy of the store; if it does not answer, as they are given."""
-        store = self.store
-        try:
-            return self.kv.ask_store(lambda: store.rank_contexts(contexts)) if store else range(len(contexts))
-        except NoAnswer:
-            return range(len(contexts))
 
     def rest(self) -> bool:
         """Write everything and close all contexts, so that the engine can free its model; False if it cannot."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,8 +11,6 @@ import typer
 from rekindle.cli.cache import Folder, KeyFile, is_unused, open_cache
 from rekindle.cli.options import AsJson, command_group, print_listing
 from rekindle.core.scope import Scope, scope_of
-from rekindle.core.size import human_bytes
-from rekindle.errors import InvalidSetting
 from rekindle.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,7 +31,7 @@ def list_apps(
     key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """List apps: state, requests, and the KV kept for them, shared and private."""
+    """List apps: state, and requests."""
     from rekindle.apps import list_apps, mark_ended
 
     found: list[App] = []
@@ -50,8 +47,6 @@ def list_apps(
         "state": lambda one: one.state,
         "since": lambda one: f"{max(0.0, now - one.since):,.0f} s",
         "requests": lambda one: one.requests,
-        "KV": lambda one: human_bytes(one.size_bytes),
-        "alone": lambda one: human_bytes(one.private_bytes),
         "process": lambda one: one.process or "",
     }
     print_listing(found, columns, json, lambda one: one.as_dict(), empty="No app has sent a request yet.")
@@ -60,7 +55,7 @@ def list_apps(
 @apps.command("set")
 def set_app(
     name: Annotated[str, typer.Argument(metavar="APP", help="The app's app_id.")],
-    state: Annotated[str, typer.Argument(help="foreground, background, killed, or a name of iOS or Android.")],
+    state: Annotated[str, typer.Argument(help="foreground, background or killed.")],
     tenant: Tenant = None,
     cache_salt: Salt = None,
     folder: Folder = None,
@@ -76,10 +71,7 @@ def set_app(
 
 @apps.command("watch")
 def watch_app(
-    process: Annotated[int | None, typer.Argument(metavar="PID", help="The id of the app's process.")] = None,
-    systemd: Annotated[
-        bool, typer.Option("--systemd", help="Follow all apps of this Linux desktop instead, until it is interrupted.")
-    ] = False,
+    process: Annotated[int, typer.Argument(metavar="PID", help="The id of the app's process.")],
     name: Annotated[str | None, typer.Option("--app", help="The app; default: the name of the process.")] = None,
     wait: Annotated[
         bool,
@@ -90,34 +82,15 @@ def watch_app(
     folder: Folder = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Mark an app killed when its process ends; with --systemd, every app that sent requests under its desktop id."""
+    """Mark an app killed when its process ends."""
     from rekindle.apps import process_name, wait_for_end, watch_process
 
-    if (process is None) != systemd:
-        raise InvalidSetting("Give the PID of a process to watch, or --systemd.")
-    if process is None:
-        _follow_systemd(folder, key_file, _scope(tenant, cache_salt))
-        return
     own = name or process_name(process)
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         watch_process(store, _scope(tenant, cache_salt), own, process)
         typer.echo(f"{own} is marked killed when process {process} ends")
         if wait and wait_for_end(store, _scope(tenant, cache_salt), own):
             typer.echo(f"{own} is killed")
-
-
-def _follow_systemd(folder: Path | None, key_file: Path | None, scope: Scope) -> None:
-    from rekindle.apps import LOOK_SECONDS, follow_units, running_apps, systemd_manager
-
-    manager = systemd_manager()
-    with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
-        running = running_apps(manager)
-        typer.echo(f"watching the apps of {manager}: {len(running)} run")
-        while True:
-            time.sleep(LOOK_SECONDS)
-            running, changed = follow_units(store, scope, manager, running)
-            for one in changed:
-                typer.echo(f"{one.name} is {one.state}")
 
 
 def _scope(tenant: str | None, cache_salt: str | None) -> Scope:

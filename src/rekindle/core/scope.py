@@ -52,7 +52,7 @@ class AppRef:
         return Scope(self.tenant, self.salt)
 
 
-_HINT = "Use 'foreground' or 'background'; `rekindle.apps.state_of` maps the names of iOS and Android."
+_HINT = "Use 'foreground' or 'background'."
 
 
 def check_name(name: str) -> None:

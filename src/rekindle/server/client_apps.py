@@ -21,8 +21,6 @@ class ClientApp:
     requests: int = 0
     seen: float = field(default_factory=time.time)
     process: int | None = None
-    size_bytes: int = 0
-    private_bytes: int = 0
 
 
 class ClientApps:
@@ -68,5 +66,5 @@ class ClientApps:
             elif row.since > app.seen:
                 app.state = row.state
             app.requests = max(app.requests, row.requests)
-            app.process, app.size_bytes, app.private_bytes = row.process, row.size_bytes, row.private_bytes
+            app.process = row.process
         return [*others, *own.values()]

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -20,10 +19,8 @@ from pydantic import (
     Tag,
 )
 
-from rekindle.apps import state_of
 from rekindle.core.request import MAX_QUOTES, MAX_STOPS, AnswersWay, ReuseLevel, Think
 from rekindle.core.scope import AppState
-from rekindle.errors import InvalidSetting
 from rekindle.knowledge.retrieve import MAX_PASSAGES, Retrieval
 
 _T = TypeVar("_T")
@@ -59,14 +56,6 @@ class RequestBody(BaseModel):
         return sorted([*(self.model_extra or {}), *(f"{name}.{one}" for name, some in inner for one in some)])
 
 
-def _as_state(value: object) -> object:
-    """The state that an iOS or Android name means; anything else unchanged, to be refused."""
-    try:
-        return state_of(value) if isinstance(value, str) else value
-    except InvalidSetting:
-        return value
-
-
 class CacheBody(RequestBody):
     """Fields for the cache and the app."""
 
@@ -77,9 +66,7 @@ class CacheBody(RequestBody):
     app_id: Text | None = Field(
         None, max_length=256, description="The app that sends the request; apps get equal shares."
     )
-    app_state: Annotated[Literal["foreground", "background"], BeforeValidator(_as_state)] | None = Field(
-        None, description="Whether the app is visible. Names of the iOS and Android lifecycle are understood."
-    )
+    app_state: Literal["foreground", "background"] | None = Field(None, description="Whether the app is visible.")
     session_id: Text | None = Field(None, max_length=256, description="Used as app_id if that is missing.")
     prompt_cache_key: Text | None = Field(None, max_length=256, description="Used as app_id if that is missing.")
     user: Text | None = Field(None, max_length=256, description="Used as app_id if that is missing.")
@@ -334,7 +321,7 @@ class DetokenizeRequest(RequestBody):
 class AppRequest(RequestBody):
     """The body of PUT /v1/rekindle/apps/{id}."""
 
-    state: Annotated[AppState, BeforeValidator(_as_state)] = Field(description="Or the name iOS or Android has for it.")
+    state: AppState
     cache_salt: Text | None = Field(None, max_length=MAX_SALT, description="The salt the app uses.")
 
 

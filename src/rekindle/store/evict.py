@@ -13,11 +13,10 @@ import heapq
 import math
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rekindle.core.scope import AppRef
 from rekindle.store.catalog import app_rows, catalog
 from rekindle.store.catalog.app_rows import AppUsers
 from rekindle.store.catalog.catalog import Tail
@@ -196,18 +195,6 @@ class HeldRank:
     dead: list[str]
 
 
-@dataclass(frozen=True)
-class ContextUse:
-    """A sequence that waits in an engine: the app that used it last, how often it was continued, and its age: how many
-    others came since, counted slower for a long one."""
-
-    app: AppRef | None
-    tokens: int
-    size_bytes: int
-    hits: int
-    age: float
-
-
 class Eviction:
     """Frees the rows of the lowest worth. `store/disk_space` removes the files."""
 
@@ -291,27 +278,6 @@ class Eviction:
         )
         unlisted = [name for name in found if name not in rows]
         return HeldRank([*unlisted, *listed], [name for name in listed if state.users(tails[name]).dead])
-
-    def rank_contexts(self, contexts: Sequence[ContextUse]) -> list[int]:
-        """The order in which contexts should leave an engine, by number, the first to leave first.
-
-        What a use saves is not asked of the catalog: they are of one model, so it is the same for each token.
-        """
-        with self._database.reading() as connection:
-            apps = app_rows.apps(connection) if self._policy.by_app else []
-        known = {(row.tenant, row.salt_digest, row.name): row for row in apps}
-        users = {
-            number: AppUsers(**{app_rows.state_at(known.get(app_rows.key_of(one.app)), one.app.at): 1})
-            for number, one in enumerate(contexts)
-            if one.app is not None
-        }
-        now, max_hits = self._clock(), max((context.hits for context in contexts), default=0)
-        state = EvictionState(now, max_hits, bool(apps), users)
-        tails = (
-            Tail(number, 1, 1, one.size_bytes, one.hits, now - one.age, one.tokens)
-            for number, one in enumerate(contexts)
-        )
-        return [tail.extent for tail in rank(tails, self._policy, state, len(contexts))]
 
     def _state(self, connection: sqlite3.Connection, whole: bool) -> EvictionState:
         now, max_hits = self._clock(), catalog.max_hits(connection)

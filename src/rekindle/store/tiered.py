@@ -29,7 +29,7 @@ from rekindle.store.catalog.app_rows import AppRow, UsedBlocks
 from rekindle.store.catalog.catalog import AccessLog, uses_of
 from rekindle.store.delta_base import DeltaBase, coded_pieces
 from rekindle.store.disk import DiskStore, Machine, Written, check_present
-from rekindle.store.evict import ContextUse, HeldRank
+from rekindle.store.evict import HeldRank
 from rekindle.store.failures import Counts, Failures, Kept
 from rekindle.store.feed import KvSource, KvSources, StoredFeed, is_in_place, stretched
 from rekindle.store.limits import Refused
@@ -296,11 +296,6 @@ class TieredStore:
                 return [row for row in app_rows.apps(connection) if row.state == "killed"]
 
         return self._failures.reading(killed, [])
-
-    def rank_contexts(self, contexts: Sequence[ContextUse]) -> Sequence[int]:
-        """The order in which contexts should leave an engine, by number; if the catalog fails, as they are given."""
-        in_order = range(len(contexts))
-        return self._failures.reading(lambda: self.disk.room.eviction.rank_contexts(contexts), in_order)
 
     def _rank_held(self, names: Sequence[str]) -> HeldRank:
         return self._failures.reading(lambda: self.disk.room.eviction.rank_held(names), HeldRank(list(names), []))

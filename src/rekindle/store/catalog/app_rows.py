@@ -170,13 +170,6 @@ def key_of(app_ref: AppRef) -> tuple[str, str, str]:
     return app_ref.tenant, salt_digest(app_ref.salt), app_ref.name
 
 
-def state_at(row: AppRow | None, asked: float | None) -> AppState:
-    """The state of an app that asked at that time, None for now: its row is updated later."""
-    if row is None or (row.state == "killed" and (asked is None or asked > row.since)):
-        return "background"
-    return row.state
-
-
 def salt_digest(salt: str) -> str:
     """The digest that replaces a salt: the salt itself is not stored."""
     return digest_of_fields("rekindle/app-salt/1", salt) if salt else ""
@@ -282,32 +275,6 @@ def first_free_block(connection: sqlite3.Connection, extent: int) -> int:
         {"extent": extent},
     ).fetchone()
     return 0 if row[0] is None else int(row[0]) + 1
-
-
-@dataclass(frozen=True)
-class AppShare:
-    """The bytes of KV that an app used, and the part that no other app used."""
-
-    size_bytes: int = 0
-    private_bytes: int = 0
-
-
-def shares(connection: sqlite3.Connection, scope: Scope | None = None) -> dict[int, AppShare]:
-    """The share of each app, by its number. KV that several apps used counts for each of them."""
-    rows = connection.execute(
-        "SELECT u.app, e.bytes, e.blocks, min(u.last+1, e.live), (SELECT max(o.last)+1 FROM app_uses o "
-        "WHERE o.extent=u.extent AND o.app<>u.app) FROM app_uses u JOIN apps a ON a.id=u.app "
-        "JOIN extents e ON e.id=u.extent WHERE e.state='live' "
-        "AND (:tenant IS NULL OR (a.tenant=:tenant AND a.salt_digest=:salt))",
-        _whose(scope),
-    )
-    found: dict[int, AppShare] = {}
-    for app, size_bytes, blocks, used, others in rows:
-        had = found.get(app, AppShare())
-        own = size_bytes * used // max(1, blocks)
-        alone = size_bytes * max(0, used - (others or 0)) // max(1, blocks)
-        found[app] = AppShare(had.size_bytes + own, had.private_bytes + alone)
-    return found
 
 
 def _add(connection: sqlite3.Connection, new: AppRow, allows: Allows) -> int | None:

@@ -148,7 +148,7 @@ export function cacheView(state) {
   function drawSide() {
     const idle = found.idle, hits = idle.reduce((all, one) => all + one.uses, 0);
     show(side,
-      table("Apps", "", ["app", "state", "requests", "bytes"], apps.map(app => [app.id || "without a name", app.state, count(app.requests), bytes(app.size_bytes)]), "No app asked yet."),
+      table("Apps", "", ["app", "state", "requests"], apps.map(app => [app.id || "without a name", app.state, count(app.requests)]), "No app asked yet."),
       table("Models and adapters", "", ["model", "adapter", "tenant", "entries", "bytes"], (stats?.models ?? []).map(one => [one.model || one.identity.slice(0, 8), one.adapter ?? "–", one.tenant, count(one.entries), bytes(one.bytes)]), "Nothing is stored yet."),
       table("Documents", `${count(documents.length)}`, ["document", "passages", "characters"], documents.map(one => [one.title || one.source, count(one.chunks), count(one.characters)]), "The library is empty: rekindle ingest FOLDER."),
       table("Answers", "", ["question", "from", "state", "used", "saved"], found.answers.map(one => [one.question, one.origin, one.state, count(one.uses), time(1000 * one.saved_seconds)]), "No answer is stored yet."),
