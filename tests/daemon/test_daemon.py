@@ -135,6 +135,16 @@ def test_a_second_command_finds_the_model_loaded_also_with_other_settings(runtim
     assert pids() == [pid]
 
 
+def test_how_far_a_prompt_is_read_comes_before_the_reply(runtime: Path, model: Path) -> None:
+    for cached in (False, True):
+        events: list[dict[str, Any]] = []
+        result = runner(model).run(HELLO, events.append)
+        told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        assert "text" in events[-1] and events[: len(told)] == [one for one in events if "text" not in one]
+        assert told[0]["processed"] == told[0]["cache"] and (told[0]["cache"] > 0) == cached
+        assert told[-1]["processed"] == told[-1]["total"] == result["reply"]["usage"]["prompt_tokens"]
+
+
 def test_commands_that_start_together_share_one_process(runtime: Path, model: Path) -> None:
     results: list[dict[str, Any]] = []
     threads = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,7 +38,7 @@ from rekindle.core.identity import digest_of_fields
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
-from rekindle.core.reply import ChunkReuse, OriginFinding, Reuse
+from rekindle.core.reply import ChunkReuse, OriginFinding, PromptProgress, Reuse
 from rekindle.core.request import Request
 from rekindle.core.scope import Scope, scope_of
 from rekindle.core.size import parse_limit
@@ -468,6 +469,7 @@ class PromptPrefill:
             raise
         self._result: PrefillResult | None = None
         self._opened: list[Context] = []  # what it runs into
+        self._begun = time.perf_counter()
         self._ended = False  # committed, given back, or failed
 
     @property
@@ -500,6 +502,20 @@ class PromptPrefill:
             return min(len(self.lookup.tokens), self._opened[0].sequence.length) if self._opened else 0
         except Closed:
             return 0
+
+    def progress(self, cached: int) -> PromptProgress:
+        """How far the prompt is read, `cached` of its tokens being reused. May be called from any thread.
+
+        The expected time is the plan's until something was computed, then what the rest takes at that speed: ask right
+        after more is present.
+        """
+        total, compute_seconds = len(self.lookup.tokens), self._cache.costs.rates.compute_seconds
+        processed, seconds = max(cached, self.present), time.perf_counter() - self._begun
+        expected = self.plan.predicted_seconds
+        if processed > cached and self.plan.reuse_chunks is None:
+            share = compute_seconds(Span(cached, processed)) / compute_seconds(Span(cached, total))
+            expected = seconds / share if share > 0 else None
+        return PromptProgress(total, cached, processed, seconds, expected, kept=not self.lookup.off)
 
     def run(self, capacity: int, cancelled: IsCancelled) -> Logits:
         """Load and compute the prompt, with room for `capacity` tokens; returns the logits after its last token.

@@ -45,15 +45,16 @@ def chat(
     json: AsJson = False,
 ) -> None:
     """Talk to a model. When the chat outgrows the context, its oldest messages are dropped, not the system message."""
-    from rekindle.cli.runner import open_runner
+    from rekindle.cli.console import waiting
+    from rekindle.cli.runner import WaitedFor, open_runner
     from rekindle.cli.server_client import ServerRunner
 
     if server is not None:
         if given := loading | daemon:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidSetting(f"{names}: these options belong to the server. Give them to `rekindle serve`.")
-        with ServerRunner(server, api_key, model) as runner:
-            _Conversation(runner, sampling, system, as_json=json).talk()
+        with ServerRunner(server, api_key, model) as runner, waiting("") as (_, line):
+            _Conversation(WaitedFor(runner, line), sampling, system, as_json=json).talk()
         return
     if model is None:
         raise InvalidSetting("Name a model (rekindle chat smollm2), or a server (--server URL).")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +16,17 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     TextColumn,
-    TimeElapsedColumn,
 )
 from rich.progress import TransferSpeedColumn as SpeedColumn
+from rich.status import Status
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rekindle.models.download import Progress as Report
 
 notes = Console(stderr=True, highlight=False)
 
+SHOWN_AFTER_SECONDS = 0.5  # of waiting
 _STAGES = {
     "convert": "converting the GGUF for this engine (first time only, about half a minute)",
     "digest": "checking the model's weights (first time only)",
@@ -32,11 +36,19 @@ _STAGES = {
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that counts items while the block runs; shown on a terminal only."""
+    """A progress bar that counts items, from the first one until the block ends; shown on a terminal only."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal)
+    task = bar.add_task(what, total=None)
+
+    def count(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield count
+    finally:
+        bar.stop()
 
 
 def logged_progress(what: str, log: Callable[[str], None]) -> Report:
@@ -52,34 +64,96 @@ def logged_progress(what: str, log: Callable[[str], None]) -> Report:
     return report
 
 
+class WaitingLine:
+    """What is waited for, on standard error: shown after half a second, gone as if it had never been there.
+
+    Nothing is shown where standard error is no terminal.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._status: Status | None = None
+        self._shows: threading.Timer | None = None
+
+    def say(self, words: Callable[[float], str]) -> None:
+        """Something is waited for from now on; `words` gets for how many seconds."""
+        text = _Ticking(words)
+        with self._lock:
+            if self._status is not None:
+                self._status.update(text)
+            elif notes.is_terminal:
+                self._status = Status(text, console=notes)
+                self._shows = threading.Timer(SHOWN_AFTER_SECONDS, self._status.start)
+                self._shows.daemon = True
+                self._shows.start()
+
+    def clear(self) -> None:
+        """Nothing is waited for. Idempotent."""
+        with self._lock:
+            status, shows, self._status, self._shows = self._status, self._shows, None, None
+        if status is not None and shows is not None:
+            shows.cancel()
+            shows.join()  # it may be showing it at this moment
+            status.stop()
+
+
+class _Ticking:
+    """A text that says how long something has taken until now."""
+
+    def __init__(self, words: Callable[[float], str]) -> None:
+        self._words, self._since = words, time.monotonic()
+
+    def __rich__(self) -> Text:
+        return Text(self._words(time.monotonic() - self._since))
+
+
+def reading(event: Mapping[str, Any]) -> Callable[[float], str]:
+    """The words for how far a prompt is read, as `PromptProgress.as_event` says it."""
+    told, more = event["prompt_progress"], event.get("rekindle") or {}
+    cached = f", {told['cache']:,} of them from the cache" if told["cache"] else ""
+    tokens = f"reading the prompt: {told['processed']:,} of {told['total']:,} tokens{cached}"
+    later = "; the next time at once" if more.get("kept") else ""
+    expected = (more.get("expected_ms") or 0.0) / 1e3
+
+    def words(seconds: float) -> str:
+        taken = told["time_ms"] / 1e3 + seconds
+        return f"{tokens}, {taken:.0f} s{f' of about {expected:.0f} s' if expected > taken else ''}{later}"
+
+    return words
+
+
 @contextmanager
-def progress(what: str) -> Iterator[Report]:
-    """Progress bars for downloading and loading while the block runs; shown on a terminal only."""
-    spinner = SpinnerColumn()
-    columns = (spinner, TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
+def waiting(what: str) -> Iterator[tuple[Report, WaitingLine]]:
+    """Progress of downloading and loading `what` while the block runs; shown on a terminal only."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
     downloads = Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal)
-    stages = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=notes,
-        transient=True,
-        disable=not notes.is_terminal,
-    )
-    running: dict[str, Any] = {}
+    task = downloads.add_task(f"downloading {what}")
+    line, shown = WaitingLine(), ""
 
     def report(stage: str, done: int, total: int) -> None:
-        bars = downloads if stage == "download" else stages
-        if stage not in running:
-            bars.start()
-            words = f"downloading {what}" if stage == "download" else _STAGES.get(stage, stage)
-            running[stage] = bars.add_task(words, total=total)
-        bars.update(running[stage], completed=done, total=total)
-        if done >= total:
-            bars.stop()
+        nonlocal shown
+        if stage == "download":
+            if stage != shown:
+                line.clear()
+                downloads.reset(task)
+                downloads.start()
+            downloads.update(task, completed=done, total=total)
+        elif stage != shown:
+            line.say(lambda seconds: f"{_STAGES.get(stage, stage)}, {seconds:.0f} s")
+        shown = stage if done < total else ""
+        if not shown:
+            downloads.stop()
+            line.clear()
 
     try:
-        yield report
+        yield report, line
     finally:
         downloads.stop()
-        stages.stop()
+        line.clear()
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Report]:
+    """The same without the line."""
+    with waiting(what) as (report, _):
+        yield report

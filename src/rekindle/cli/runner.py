@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rekindle.cli.console import notes, progress
+from rekindle.cli.console import WaitingLine, notes, reading, waiting
 from rekindle.core.reply import OriginFinding
 from rekindle.core.size import human_duration, keep_alive_seconds
 from rekindle.daemon.client import DaemonClient, is_running
@@ -30,8 +30,30 @@ _LONG_SECONDS = 1.0  # a wait worth a sentence of advice
 def open_runner(model: str, loading: dict[str, Any], daemon: dict[str, Any]) -> Iterator[JobRunner]:
     """Runs jobs on a model. `loading` and `daemon` are the options that were given."""
     settings = Settings.load(loading)
-    with progress(model) as report, ExitStack() as opened:
-        yield _in_daemon(model, settings, daemon, report) or _InProcess(model, loading, report, opened)
+    with waiting(model) as (report, line), ExitStack() as opened:
+        runner = _in_daemon(model, settings, daemon, report) or _InProcess(model, loading, report, opened)
+        yield WaitedFor(runner, line)
+
+
+class WaitedFor:
+    """Runs jobs with another runner. Until the reply begins, a line says what is waited for."""
+
+    def __init__(self, runner: JobRunner, line: WaitingLine) -> None:
+        self._runner, self._line = runner, line
+
+    def run(self, job: Job, send: Send) -> dict[str, Any]:
+        def take(event: Event) -> None:
+            if "prompt_progress" in event:
+                self._line.say(reading(event))
+            else:
+                self._line.clear()
+                send(event)
+
+        self._line.say(lambda seconds: f"waiting for the model, {seconds:.0f} s")
+        try:
+            return self._runner.run(job, take)
+        finally:
+            self._line.clear()
 
 
 def stored_answer(question: str, model: str, loading: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:

@@ -49,7 +49,8 @@ class ServerRunner:
     def run(self, job: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         options = job["options"]
         chosen = {name: options[name] for name in _OPTIONS if options.get(name) not in (None, ())}
-        body = {"messages": job["prompt"], "stream": True, "stream_options": {"include_usage": True}, **chosen}
+        watching = {"stream": True, "stream_options": {"include_usage": True}, "return_progress": True}
+        body = {"messages": job["prompt"], **watching, **chosen}
         reply: dict[str, Any] = {"text": "", "finish_reason": None, "usage": {}, "timings": {}, "rekindle": {}}
         try:
             for chunk in self._chunks({**body, "model": self._model} if self._model else body):
@@ -73,6 +74,9 @@ def _add(chunk: dict[str, Any], reply: dict[str, Any], send: Callable[[dict[str,
     """Add a chunk of the stream to the reply."""
     if "error" in chunk:
         raise ServerError(str(chunk["error"].get("message")))
+    if "prompt_progress" in chunk:
+        send(chunk)
+        return
     for name in ("usage", "timings", "rekindle"):
         reply[name] = chunk.get(name) or reply[name]
     for choice in chunk.get("choices", ()):

@@ -45,6 +45,36 @@ class TextPiece(str):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far the prompt of a reply is read.
+
+    total             its number of tokens
+    cached            those that were planned to be reused
+    processed         those that are read, at least the reused ones
+    seconds           time since reading began
+    expected_seconds  what all of it takes; None if nobody knows
+    kept              whether its KV is kept for later prompts
+    """
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float
+    expected_seconds: float | None
+    kept: bool
+
+    def as_event(self) -> dict[str, Any]:
+        """It as an item of a stream: `prompt_progress` as llama.cpp's server has it, and what that does not tell."""
+        time_ms, expected = round(self.seconds * 1e3), self.expected_seconds
+        return {
+            "prompt_progress": {
+                "total": self.total, "cache": self.cached, "processed": self.processed, "time_ms": time_ms,
+            },
+            "rekindle": {"expected_ms": None if expected is None else round(expected * 1e3), "kept": self.kept},
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Numbers of tokens of prompt and reply. `cached_tokens` of the prompt were reused instead of computed;
     `drafted_tokens` of the reply came from a draft and were only verified; `refused_tokens` of drafts were not written.

@@ -4,6 +4,7 @@ A job is a JSON object with its `kind`. While it runs it sends events, and its r
 
     generate   prompt, options               text: a piece of the reply           reply, summary
     ask        question, options, spelled    text: a piece of the answer          answer, summary, reuse, spelled
+    both of them                             prompt_progress, rekindle: see `PromptProgress`
     warm       prompts, passages             warmed: number done, number in all   prompts, seconds, refused, reasons
     explain    prompt, options, or question  -                                    explanation
 """
@@ -46,7 +47,7 @@ def run_job(
 def _generate(session: Session, job: Job, send: Send, started: Callable[[ReplyStream], None]) -> dict[str, Any]:
     stream = session.stream(job["prompt"], **job["options"])
     started(stream)
-    for piece in stream:
+    for piece in stream.watched(lambda progress: send(progress.as_event())):
         send({"text": str(piece)})
     reply = stream.reply
     return {"reply": reply.as_dict(), "summary": reply.summary()}
@@ -55,7 +56,7 @@ def _generate(session: Session, job: Job, send: Send, started: Callable[[ReplySt
 def _ask(session: Session, job: Job, send: Send, started: Callable[[ReplyStream], None]) -> dict[str, Any]:
     stream = session.ask_stream(job["question"], **job["options"])
     started(stream)
-    for piece in stream:
+    for piece in stream.watched(lambda progress: send(progress.as_event())):
         send({"text": str(piece)})
     answer = stream.answer
     spelled = list(_spelled(session, stream.request, answer.reuse)) if job["spelled"] else []

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from rekindle.cache.prefix_cache import PromptPrefill
-from rekindle.core.reply import Reply, Reuse, SampledToken, TextPiece
+from rekindle.core.reply import PromptProgress, Reply, Reuse, SampledToken, TextPiece
 from rekindle.core.request import Request
 from rekindle.engine.fairness import Requester, taking
 from rekindle.session.session import Session
@@ -37,7 +37,7 @@ class Finished:
     reply: Reply
 
 
-Event = Planned | TextPiece | Finished
+Event = Planned | PromptProgress | TextPiece | Finished
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,13 @@ class ChoiceEvent:
 
 
 class ReplyJob:
-    """A request being answered."""
+    """A request being answered. If its client `watches`, the events say how far its prompt is read."""
 
-    def __init__(self, session: Session, request: Request, turn: Requester) -> None:
+    def __init__(self, session: Session, request: Request, turn: Requester, *, watches: bool) -> None:
         self._session = session
         self.request = request
         self._turn = turn
+        self._watches = watches
         self._cancelled = threading.Event()
         self._time_is_up = threading.Event()
 
@@ -87,7 +88,7 @@ class ReplyJob:
         with taking(self._turn):
             planned = lambda prefill, reuse: emit(Planned(reuse, prefill))  # noqa: E731
             stream = self._session.answer(self.request, self._cancelled, planned, self._time_is_up)
-            for piece in stream:
+            for piece in stream.watched(emit) if self._watches else stream:
                 emit(piece)
             emit(Finished(stream.reply))
 
@@ -118,12 +119,13 @@ class ReplyPart:
     """A part of the n-th reply: a piece of a thought or of the text, a whole tool call, or its end.
 
     `drawn` are the tokens since the part before, if logprobs were asked for: text that is held back because it may
-    begin a stop string or a tool call delays theirs too.
+    begin a stop string or a tool call delays theirs too. `progress` comes before all text, if the client watches.
     """
 
     choice: int
     part: PartContent
     drawn: tuple[SampledToken, ...] = ()
+    progress: PromptProgress | None = None
 
 
 async def reply_parts(
@@ -137,6 +139,8 @@ async def reply_parts(
                 splitter = splitters[item.choice]
                 for part in splitter.add(item.event) if isinstance(item.event, TextPiece) else splitter.end(item.event):
                     yield ReplyPart(item.choice, part, splitter.take_drawn())
+            elif isinstance(item.event, PromptProgress):
+                yield ReplyPart(item.choice, "", progress=item.event)
 
 
 class _ReplySplitter:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from rekindle import __version__
 from rekindle.core.grammar import Grammar
-from rekindle.core.reply import Reply, SampledToken, TextPiece, TokenLogprob
+from rekindle.core.reply import PromptProgress, Reply, SampledToken, TextPiece, TokenLogprob
 from rekindle.core.request import Options, PromptLike, Request
 from rekindle.server.body import cache_options, messages_of, sampling_options
 from rekindle.server.call import Call
@@ -32,6 +32,7 @@ from rekindle.server.schema import (
     Items,
     Penalty,
     RequestBody,
+    ReturnProgress,
     SamplingFields,
     TemplateVariables,
     Text,
@@ -57,6 +58,7 @@ class NativeSamplingBody(SamplingFields, CacheBody):
     json_schema: dict[str, Any] | None = Field(None, description="A schema for the reply.")
     n_probs: StrictInt = Field(0, ge=0, le=20, description="Log probabilities of each token and this many others.")
     return_tokens: StrictBool = Field(False, description="The tokens of the reply, too.")
+    return_progress: ReturnProgress = None
     stream: StrictBool | None = False
     rekindle: CompletionOptions | None = None
 
@@ -213,6 +215,8 @@ class _NativeReplies:
                 drawn = item.event.logprobs
                 sent[item.choice] += len(drawn)
                 yield self._chunk(item.choice, item.event, drawn, stop=False)
+            elif isinstance(item.event, PromptProgress):
+                yield {**self._chunk(item.choice, "", (), stop=False), **item.event.as_event()}
             elif isinstance(item.event, Finished):
                 reply = item.event.reply
                 yield self.last(item.choice, reply, "", reply.logprobs[sent[item.choice] :])

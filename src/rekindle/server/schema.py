@@ -119,6 +119,11 @@ BiasByToken = Annotated[dict[Text, Bias], FewBiases]
 Penalty = Annotated[Number, Field(gt=0, le=100)] | None
 
 
+ReturnProgress = Annotated[
+    StrictBool | None, Field(description="A stream begins with how far the prompt is read, as in llama.cpp.")
+]
+
+
 class SamplingFields(RequestBody):
     """How tokens are drawn, by the names that most protocols have for it."""
 
@@ -144,6 +149,7 @@ class SamplingBody(SamplingFields, CacheBody):
     min_tokens: StrictInt | None = Field(None, ge=0, lt=2**31, description="The reply has at least this many tokens.")
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
+    return_progress: ReturnProgress = None
     response_format: ResponseFormat | None = None
     grammar: Text | None = Field(None, description="A GBNF grammar for the reply, as in llama.cpp.")
 

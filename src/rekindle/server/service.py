@@ -137,7 +137,8 @@ class Service:
         """
         turn = self.turn(caller, body)
         queue: asyncio.Queue[ChoiceEvent | BaseException] = asyncio.Queue()
-        jobs = [ReplyJob(self.session, request, turn) for request in requests]
+        watches = bool(getattr(body, "return_progress", None) and getattr(body, "stream", None))
+        jobs = [ReplyJob(self.session, request, turn, watches=watches) for request in requests]
         writing = False
 
         def time_is_up() -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from rekindle.answers.ask_terms import AskTerms
 from rekindle.answers.bank_rows import given_reply, given_sources
-from rekindle.cache.prefill import IsCancelled
 from rekindle.core.keys import token_bytes
 from rekindle.core.reply import Answer, AnswerSource, Reply, TextPiece
 from rekindle.core.request import MessageLike, ReplyOptions, Request
@@ -83,7 +82,7 @@ class AnswerStream(ReplyStream):
     """Pieces of an answer as they are decoded. `sources` are known before the first one."""
 
     def __init__(self, prepared: Prepared, run: Running, started: float, keep: Keeping) -> None:
-        super().__init__(lambda cancelled: _answering(prepared, run, cancelled, started, keep))
+        super().__init__(lambda *how: _answering(prepared, lambda: run(*how), started, keep))
         self.request = prepared.request
         self.sources = prepared.sources
         self.retrieved = prepared.retrieved
@@ -195,7 +194,7 @@ class Evidence:
 
 
 def _answering(
-    prepared: Prepared, run: Running, cancelled: IsCancelled, started: float, keep: Keeping
+    prepared: Prepared, run: Callable[[], Generator[TextPiece, None, Reply]], started: float, keep: Keeping
 ) -> Generator[TextPiece, None, Reply]:
     """Give the stored answer, or let the model write one; then keep it."""
     before = time.perf_counter() - started
@@ -203,7 +202,7 @@ def _answering(
     if reply is not None:
         yield TextPiece(reply.text)
     else:
-        reply = yield from run(cancelled)
+        reply = yield from run()
     if prepared.consulted is not None:
         keep(prepared.consulted, reply, time.perf_counter() - started)
     return prepared.answer(reply, before)

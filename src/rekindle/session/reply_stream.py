@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
-from rekindle.core.reply import Reply, TextPiece
+from rekindle.cache.prefix_cache import PromptPrefill
+from rekindle.core.reply import PromptProgress, Reply, Reuse, TextPiece
 from rekindle.errors import Cancelled, RekindleError
 
 _Result = TypeVar("_Result")
-Run = Callable[[Callable[[], bool]], Generator[TextPiece, None, Reply]]
+OnPlanned = Callable[[PromptPrefill, Reuse], None]
+Run = Callable[[Callable[[], bool], OnPlanned], Generator[TextPiece, None, Reply]]
+_LOOK_SECONDS = 0.2  # between two looks at how far a prompt is read
 
 
 class ReplyStream(Iterator[TextPiece]):
@@ -26,10 +31,11 @@ class ReplyStream(Iterator[TextPiece]):
     Leaving the loop early, `close()` or `cancel()` (from any thread) stops the model within a token.
     """
 
-    def __init__(self, run: Run, cancelled: threading.Event | None = None) -> None:
-        """Setting `cancelled` is the same as `cancel()`."""
+    def __init__(self, run: Run, cancelled: threading.Event | None = None, planned: OnPlanned | None = None) -> None:
+        """Setting `cancelled` is the same as `cancel()`. `planned` is called before anything is computed."""
         self._cancelled = cancelled or threading.Event()
-        self._pieces = run(self._cancelled.is_set)
+        self._planned = [] if planned is None else [planned]
+        self._pieces = run(self._cancelled.is_set, self._note_plan)
         self._reading = threading.Lock()
         self._reply: Reply | None = None
 
@@ -42,6 +48,28 @@ class ReplyStream(Iterator[TextPiece]):
             except Cancelled:
                 pass
         raise StopIteration
+
+    def watched(self, tell: Callable[[PromptProgress], None]) -> Iterator[TextPiece]:
+        """The same pieces. Until the first one, `tell` gets how far the prompt is read, from another thread: first what
+        is reused, then whatever is read, at last all of it. An `OSError` of `tell` ends that."""
+        plans: list[tuple[PromptPrefill, Reuse]] = []
+        self._planned.append(lambda *plan: plans.append(plan))
+        ended = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(plans, tell, ended), name="rekindle-progress", daemon=True)
+        watcher.start()
+        try:
+            first = next(self, None)
+        finally:
+            ended.set()
+            watcher.join()
+        plans.clear()  # they hold buffers of the engine
+        if first is not None:
+            yield first
+            yield from self
+
+    def _note_plan(self, prefill: PromptPrefill, reuse: Reuse) -> None:
+        for planned in self._planned:
+            planned(prefill, reuse)
 
     @property
     def reply(self) -> Reply:
@@ -69,6 +97,25 @@ class ReplyStream(Iterator[TextPiece]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _watch(
+    plans: Sequence[tuple[PromptPrefill, Reuse]], tell: Callable[[PromptProgress], None], ended: threading.Event
+) -> None:
+    """Tell how far a prompt is read once it is planned, until `ended`."""
+    told: PromptProgress | None = None
+    over = False
+    with suppress(OSError):  # nobody listens any more
+        while not over:
+            over = ended.wait(_LOOK_SECONDS)
+            for prefill, reuse in plans:
+                now = prefill.progress(reuse.reused)
+                if told is None:
+                    told = replace(now, processed=now.cached, expected_seconds=prefill.plan.predicted_seconds)
+                    tell(told)
+                if now.processed > told.processed:
+                    told = now
+                    tell(told)
 
 
 class AsyncReplyStream(AsyncIterator[TextPiece]):

@@ -33,7 +33,7 @@ from rekindle.cache.explain import Explanation, Prompt
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.open_store import open_store
 from rekindle.cache.prefill import IsCancelled
-from rekindle.cache.prefix_cache import Prefetch, PrefixCache, PromptPrefill
+from rekindle.cache.prefix_cache import Prefetch, PrefixCache
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.core.reply import Answer, Reply, Reuse, TextPiece
@@ -68,7 +68,7 @@ from rekindle.session.keep_alive import KeepAlive
 from rekindle.session.library import Forgotten, Knowledge, purging, quote_of
 from rekindle.session.model_memo import AnsweringModel, ModelMemo
 from rekindle.session.prompt import EncodedPrompts, PromptTokens, WrittenReplies, encode_prompt
-from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
+from rekindle.session.reply_stream import AsyncReplyStream, OnPlanned, ReplyStream
 from rekindle.session.session_group import SessionGroup
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
@@ -79,8 +79,6 @@ from rekindle.text.tools.styles import call_grammar, detect_style
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-OnPlanned = Callable[[PromptPrefill, Reuse], None]
 
 
 class Session:
@@ -273,7 +271,7 @@ class Session:
 
     def _stream_prepared(self, prepared: Prepared, started: float) -> AnswerStream:
         return AnswerStream(
-            prepared, lambda stop: self._answer(prepared.request, stop, None), started, self.answers.keep
+            prepared, lambda stop, note: self._answer(prepared.request, stop, note), started, self.answers.keep
         )
 
     def answer(
@@ -287,7 +285,7 @@ class Session:
 
         Setting `cancelled` stops it within a token; setting `time_is_up` ends the reply with what it has.
         """
-        return ReplyStream(lambda stop: self._answer(request, stop, planned, time_is_up), cancelled)
+        return ReplyStream(lambda stop, note: self._answer(request, stop, note, time_is_up), cancelled, planned)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the documents that were ingested, with sources.
@@ -441,7 +439,7 @@ class Session:
         self,
         request: Request,
         cancelled: IsCancelled,
-        planned: OnPlanned | None,
+        planned: OnPlanned,
         time_is_up: threading.Event | None = None,
     ) -> Generator[TextPiece, None, Reply]:
         with self.awake(cancelled), self.adapters.use(request.adapter, cancelled) as adapter, ExitStack() as opened:
@@ -454,7 +452,7 @@ class Session:
         request: Request,
         encoded: PromptTokens | None,
         cancelled: IsCancelled,
-        planned: OnPlanned | None,
+        planned: OnPlanned,
         time_is_up: threading.Event | None,
         opened: ExitStack,
     ) -> Generator[TextPiece, None, Reply]:
@@ -471,7 +469,7 @@ class Session:
             with cache.prepare(request, generation.context, cancelled, evidence, prompt_layout) as prefill:
                 if may_draft and generation.drafts is None:
                     generation.drafts = drafts_for(request, prefill.lookup, engine, cache.costs)
-                if planned is not None and reuse is None:
+                if reuse is None:
                     planned(prefill, replace(prefill.reuse, replayed_replies=prompt.replayed_replies))
                 text = generation.take(prefill.run(generation.capacity, cancelled))
                 if reuse is None:

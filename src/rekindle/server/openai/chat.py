@@ -68,6 +68,8 @@ class _ChatChunks:
                 if isinstance(item.part, Finished):
                     replies[item.choice] = item.part.reply
                     yield self._last(item, item.part.reply)
+                elif item.progress is not None:
+                    yield {**self._chunk(item, {}), **item.progress.as_event()}
                 elif isinstance(item.part, CallDelta):
                     yield self._chunk(item, {"tool_calls": [item.part.as_openai()]})
                 elif isinstance(item.part, ThoughtDelta):

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from rekindle.core.reply import Reply, SampledToken, TextPiece
+from rekindle.core.reply import PromptProgress, Reply, SampledToken, TextPiece
 from rekindle.errors import InvalidPrompt
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
@@ -96,6 +96,8 @@ async def _chunks(
     async for item in pending.events:
         if isinstance(item.event, TextPiece):
             yield chunk(item.choice, item.event, item.event.logprobs)
+        elif isinstance(item.event, PromptProgress):
+            yield {**chunk(item.choice, ""), **item.event.as_event()}
         elif isinstance(item.event, Finished):
             reply = replies[item.choice] = item.event.reply
             last = chunk(item.choice, "", reply.logprobs[sent[item.choice] :], reply.finish_reason)
