@@ -163,6 +163,21 @@ def test_the_map_is_a_tree_of_prefixes(served: Served) -> None:
     assert "keeper" in root["text"] and root["apps"] == ["mail"]
 
 
+def test_entries_that_begin_alike_are_named_by_what_differs(served: Served) -> None:
+    questions = ("When was the lamp lit at last?", "Which of the ships passed?", "Whose hand kept the log?")
+    for question in questions:
+        served.chat([{"role": "system", "content": LONG * 3}, {"role": "user", "content": f"{question} {LONG}"}])
+    for number, keeper in enumerate(("Anna", "Berta")):
+        served.chat(
+            [{"role": "system", "content": f"You are keeper {keeper} of the lighthouse, born 190{number}. {LONG}"}]
+        )
+    assert served.session.flush()
+    entries = served.get(f"{OWN}/map").json()["entries"]
+    names = [entry["text"] for entry in entries]
+    assert len({name[:8] for name in names}) == len(names), names
+    assert {name.removeprefix("…").split()[0] for name in names} >= {"Which", "Whose", "Anna", "Berta"}
+
+
 def test_documents_that_are_forgotten_leave_no_text_behind(serve: Serve, tmp_path: Path) -> None:
     pytest.importorskip("torch")  # makes the tiny embedder
     from tests.server.soak import tiny_embedder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -219,16 +220,89 @@ def test_ten_thousand_rows_are_few_elements_and_the_keyboard_reaches_all(served:
     expect(page.get_by_role("link", name="The cache")).to_have_attribute("aria-current", "page")
 
 
+CONTRAST = """button => {
+    const parts = colour => (colour.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
+    const linear = share => share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    const light = colour => parts(colour).slice(0, 3).map(c => linear(c / (colour.startsWith("color(") ? 1 : 255)))
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const ground = element => getComputedStyle(element).backgroundColor;
+    let behind = button;
+    while (behind !== document.body && (parts(ground(behind))[3] ?? 1) === 0) behind = behind.parentElement;
+    const [one, other] = [light(getComputedStyle(button).color), light(ground(behind))].sort((a, b) => b - a);
+    return (one + 0.05) / (other + 0.05);
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_button_can_be_read_under_the_mouse(served: Served, page: Page, theme: str) -> None:
+    served.chat(LONG * 3, app_id="mail")
+    assert served.session.flush()
+    page.goto(served.url)
+    page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
+    for view in ("cache", "time", "try"):
+        page.evaluate("view => { location.hash = `#/${view}` }", view)
+        expect(page.locator("main .panel").first).to_be_visible()
+        buttons = page.locator("main button:not(:disabled):not(.block)")
+        expect(buttons.first).to_be_visible()
+        for button in buttons.all():
+            button.hover()
+            assert button.evaluate(CONTRAST) >= 4.5, button.text_content()
+
+
+def test_a_long_example_can_be_sent_as_it_is(served: Served, page: Page) -> None:
+    page.goto(f"{served.url}/#/try")
+    page.get_by_label("Longest reply, in tokens").fill("4")
+    page.get_by_role("button", name="A long example").click()
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".chat[data-cached=true] .turn-foot")).to_contain_text("tokens reused")
+    page.get_by_label("Message", exact=True).fill("Mine?")
+    page.get_by_role("button", name="A long example").click()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Mine?")
+
+
+def test_the_chat_tells_how_far_its_prompt_is_read(served: Served, page: Page) -> None:
+    page.goto(f"{served.url}/#/try")
+    page.get_by_label("Longest reply, in tokens").fill("4")
+    page.get_by_label("Message", exact=True).fill(LONG * 3)
+    served.engine.go.clear()
+    page.get_by_role("button", name="Send").click()
+    foot = page.locator(".chat[data-cached=true] .turn-foot")
+    expect(foot).to_contain_text(re.compile(r"reading the prompt: 0 of [\d,]+ tokens.*the next time at once"))
+    served.engine.permits.release()
+    expect(foot).to_contain_text(re.compile(r"reading the prompt: [1-9][\d,]* of [\d,]+ tokens"))
+    served.engine.go.set()
+    expect(foot).to_contain_text("tokens reused")
+
+
+def test_a_card_stays_within_its_frame_on_a_phone(served: Served, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rekindle.server.page import views
+
+    full = {"bytes": 888_800_000_000, "limit_bytes": 999_900_000_000}
+    tiers = {"process_bytes": 888_800_000_000, "memory_limit_bytes": 999_900_000_000, "memory": full, "disk": full}
+    monkeypatch.setattr(views, "_tiers", lambda call: tiers)
+    served.chat(LONG * 3, app_id="mail")
+    try:
+        for width in (320, 375, 430):
+            page.set_viewport_size({"width": width, "height": 700})
+            page.goto(served.url)
+            expect(page.locator(".tile .meter").first).to_contain_text("GB")
+            wide = "tiles => tiles.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
+            assert page.locator(".tile, .tile *").evaluate_all(wide) == [], width
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+    finally:
+        page.set_viewport_size({"width": 1360, "height": 900})
+
+
 def test_a_phone_needs_no_sideways_scrolling(served: Served, page: Page) -> None:
     served.chat(LONG * 3, app_id="mail")
     assert served.session.flush()
-    page.set_viewport_size({"width": 375, "height": 700})
     try:
-        for view in ("now", "request", "cache", "time", "try"):
+        for width, view in product((320, 375), ("now", "request", "cache", "time", "try")):
+            page.set_viewport_size({"width": width, "height": 700})
             page.goto(f"{served.url}/#/{view}")
             expect(page.locator("#connection")).to_have_text("live")
             expect(page.locator("main .panel").first).to_be_visible()
-            assert page.evaluate("document.documentElement.scrollWidth") <= 375, view
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, view
     finally:
         page.set_viewport_size({"width": 1360, "height": 900})
 

@@ -1,4 +1,4 @@
-"""How far a prompt is read, while it is read: in the streams of clients that ask for it, as llama.cpp's server tells it."""
+"""How far a prompt is read: in the streams of clients that ask for it, as llama.cpp's server tells it."""
 
 from __future__ import annotations
 

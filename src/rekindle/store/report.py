@@ -71,7 +71,7 @@ def entries(disk: DiskStore, names: Sequence[str] = (), scope: Scope | None = No
 
 @dataclass(frozen=True)
 class EntryPlace:
-    """Where an entry stands in the tree of prefixes, the tokens of its first block, and the apps that used it."""
+    """Where an entry stands in the tree of prefixes, the tokens of its first two blocks, and the apps that used it."""
 
     parent: str | None
     tokens: bytes
@@ -81,11 +81,13 @@ class EntryPlace:
 def places(disk: DiskStore) -> dict[int, EntryPlace]:
     """The places of all entries, by the number of their extent."""
     select = (
-        "SELECT b.extent, p.name, b.tokens FROM extents e JOIN blocks b ON b.extent=e.id AND b.place=0 "
+        "SELECT b.extent, p.name, b.tokens, c.tokens FROM extents e JOIN blocks b ON b.extent=e.id AND b.place=0 "
+        "LEFT JOIN blocks c ON c.extent=e.id AND c.place=1 "
         "LEFT JOIN blocks a ON a.key=b.parent AND a.kv_space=b.kv_space LEFT JOIN extents p ON p.id=a.extent"
     )
     with disk.database.reading() as connection:
-        found = {id: EntryPlace(parent, tokens, []) for id, parent, tokens in connection.execute(select)}
+        rows = connection.execute(select)
+        found = {id: EntryPlace(parent, first + (second or b""), []) for id, parent, first, second in rows}
         uses = "SELECT u.extent, a.name FROM app_uses u JOIN apps a ON a.id=u.app ORDER BY u.used DESC"
         for id, name in connection.execute(uses):
             if id in found:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncGenerator
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -18,7 +20,7 @@ import psutil
 from starlette.responses import JSONResponse, Response
 
 from rekindle.cache.explain import Explanation
-from rekindle.core.keys import TOKEN_BYTES, token_ids
+from rekindle.core.keys import TOKEN_BYTES, common_tokens, token_ids
 from rekindle.core.size import parse_limit
 from rekindle.errors import RekindleError
 from rekindle.idle.log import recent_actions, summarize_actions
@@ -33,7 +35,7 @@ from rekindle.store import history, report
 _TICK_SECONDS = 0.25
 _SLOW_TICKS = 8  # between two looks at the cache folder
 _SHOWN = 200  # answers and idle actions
-_LABEL_TOKENS = 24
+_LABEL_TOKENS, _LEAD_TOKENS = 24, 8  # of the name of an entry, and those before in which its first word may begin
 
 
 def _check(call: Call) -> None:
@@ -161,23 +163,36 @@ def _entries(call: Call) -> list[dict[str, Any]]:
         return []
     own = report.kv_spaces(store.disk, call.service.scope(call.caller, None))
     places = report.places(store.disk)
-    found = []
+    found, beside = [], defaultdict[tuple[int, str | None], list[bytes]](list)  # what continues the same entry
+    for entry in report.entries(store.disk):
+        if (place := places.get(entry.extent.id)) is not None:
+            insort(beside[entry.extent.kv_space, place.parent], place.tokens)
     for entry in report.entries(store.disk):
         place = places.get(entry.extent.id)
         fields = entry.as_dict() | {"parent": place and place.parent, "apps": place.apps if place else []}
         if place is not None and entry.extent.kv_space in own:
-            fields["text"] = _label(call, entry.kv_space.model, place.tokens)
+            alike = beside[entry.extent.kv_space, place.parent]
+            fields["text"] = _label(call, entry.kv_space.model, place, alike)
         found.append(fields)
     return found
 
 
-def _label(call: Call, model: str, tokens: bytes) -> str | None:
-    """What an entry begins with, if this model wrote it."""
-    session = call.service.session
+def _label(call: Call, model: str, place: report.EntryPlace, alike: Sequence[bytes]) -> str | None:
+    """The text of an entry from the word on in which it differs from those that begin like it: `alike`, in order.
+
+    None if another model wrote it.
+    """
+    session, tokens, at = call.service.session, place.tokens, bisect_left(alike, place.tokens)
     if session.resting or model != session.engine.name:
         return None
+    nearest = [*alike[max(0, at - 1) : at], *alike[at + 1 : at + 2]]
+    differs = max((common_tokens(tokens, other) for other in nearest), default=0)
+    known, start = token_ids(tokens), max(0, differs - _LEAD_TOKENS)
     with suppress(ValueError, IndexError, RekindleError):
-        return session.engine.tokenizer.spell(token_ids(tokens)[:_LABEL_TOKENS])
+        decode = session.engine.tokenizer.decode
+        text, stop = decode(known[start : differs + _LABEL_TOKENS]), len(decode(known[start:differs])) + 1
+        word = max(text.rfind(" ", 0, stop), text.rfind("\n", 0, stop)) + 1 if differs else 0
+        return ("…" if differs or place.parent else "") + text[word:].strip()
     return None
 
 

@@ -1,5 +1,5 @@
 // One palette for where KV came from, and the bars, legends and texts that use it.
-import { h, count, tooltip } from "/page/dom.js";
+import { h, count, time, tooltip } from "/page/dom.js";
 
 export const SOURCES = {
   engine: "still in the engine",
@@ -21,6 +21,12 @@ export const STATES = {
   queued: "waiting in the line", lookup: "looking up", prefill: "reading the prompt", decode: "writing", done: "done",
   cancelled: "cancelled", failed: "failed",
 };
+
+// How far a prompt is read, from an item of a stream with `return_progress`.
+export function reading({ prompt_progress: { processed, total, cache, time_ms }, rekindle: { expected_ms, kept } }) {
+  const cached = cache ? `, ${count(cache)} of them from the cache` : "", about = expected_ms > time_ms ? ` of about ${time(expected_ms)}` : "";
+  return `reading the prompt: ${count(processed)} of ${count(total)} tokens${cached}, ${time(time_ms)}${about}${kept ? "; the next time at once" : ""}`;
+}
 
 export function counts(spans) {
   const found = {};

@@ -9,7 +9,7 @@ const HUES = ["--memory", "--remote", "--engine", "--recomputed", "--quantized",
 
 const sizeOf = { bytes: entry => entry.bytes, saved: entry => entry.hits * entry.tokens };
 const worth = entry => entry.bytes ? entry.saved_ms / (entry.bytes / 1e6) : 0;  // saved time for each MB
-const titleOf = entry => entry.text ?? `${count(entry.tokens)} tokens`;
+const titleOf = entry => entry.text || `${count(entry.tokens)} tokens`;
 
 // Entries as trees: a model with its adapter and tenant, then prefixes and what continues them.
 function trees(entries, size) {
@@ -116,7 +116,7 @@ export function cacheView(state) {
   const choice = (label, names, value, set) => h("label", {}, label, h("select", { onchange: event => { set(event.target.value); draw(); } },
     Object.entries(names).map(([name, text]) => h("option", { value: name, selected: name === value }, text))));
   const list = new VirtualList({
-    label: "Entries", head: ["begins with", "model", "apps", "tokens", "bytes", "saved", "last use"], height: 48, key: entry => entry.name,
+    label: "Entries", head: ["text", "model", "apps", "tokens", "bytes", "saved", "last use"], height: 48, key: entry => entry.name,
     open: entry => pick(entry.name), empty: "Nothing is stored yet.",
     draw: entry => [
       h("span", { role: "gridcell" }, h("b", {}, (entry.pinned ? "● " : "") + titleOf(entry)), h("small", {}, `${entry.name.slice(0, 10)} · ${entry.coding} · ${entry.tenant}`)),

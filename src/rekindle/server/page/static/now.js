@@ -36,10 +36,14 @@ function withAndWithout(first, cold) {
   return [line("with", first, "engine"), line("without", cold, "computed")];
 }
 
+const since = (row, state) => (performance.timeOrigin + performance.now()) / 1000 - row.at - row.marks[state];  // in seconds
+
 function card(row) {
   const first = firstMs(row), rate = row.state === "decode" && row.written > 1
-    ? (row.written - 1) / Math.max(0.001, performance.timeOrigin / 1000 + performance.now() / 1000 - row.at - row.marks.decode) : null;
-  const done = row.tokens ? `${count(row.present)} of ${count(row.tokens)} prompt tokens` : "prompt not read yet";
+    ? (row.written - 1) / Math.max(0.001, since(row, "decode")) : null;
+  const read = row.state === "prefill" ? 1000 * since(row, "prefill") : 0;
+  const expected = row.predicted_ms > read && read ? `, ${time(read)} of about ${time(row.predicted_ms)}` : "";
+  const done = row.tokens ? `${count(row.present)} of ${count(row.tokens)} prompt tokens${expected}` : "prompt not read yet";
   return h("a", { class: "card", href: `#/request/${row.id}`, data: { id: row.id, state: row.state } },
     h("div", { class: "card-head" },
       h("b", {}, row.app || "a client"), h("span", { class: "muted" }, row.model),

@@ -1,7 +1,7 @@
 // Try it: a chat that shows the reuse of each turn; beside it, if wanted, the same chat without the cache.
 import { events, Refused } from "/page/api.js";
 import { h, show, count, percent, time } from "/page/dom.js";
-import { countBar } from "/page/bars.js";
+import { countBar, reading } from "/page/bars.js";
 
 function sources(about) {
   const { engine, memory, disk } = about.loaded_from, found = { engine, memory, disk, remote: about.streamed };
@@ -11,6 +11,8 @@ function sources(about) {
 }
 
 const EXAMPLE = Array.from({ length: 12 }, (_, n) => `Rule ${n + 1}: the log of the lighthouse is the only source; quote it word by word, wind first, then sea, then visibility, and say so where two entries contradict each other.`).join(" ");
+
+const QUESTION = "What does the log say of the wind?";
 
 class Chat {
   constructor(title, cached) {
@@ -26,13 +28,14 @@ class Chat {
     this.messages.push({ role: "user", content: text });
     const said = h("p", { class: "said" }), foot = h("div", { class: "turn-foot" }, "reading…"), strip = h("div", {});
     this.log.append(h("div", { class: "turn", data: { role: "user" } }, h("p", { class: "said" }, text)), h("div", { class: "turn", data: { role: "assistant" } }, said, strip, foot));
-    const started = performance.now(), body = { ...options, messages: [...(options.system ? [{ role: "system", content: options.system }] : []), ...this.messages], stream: true, app_id: this.cached ? "page" : "page, cache off", cache_prompt: this.cached };
+    const started = performance.now(), body = { ...options, messages: [...(options.system ? [{ role: "system", content: options.system }] : []), ...this.messages], stream: true, return_progress: true, app_id: this.cached ? "page" : "page, cache off", cache_prompt: this.cached };
     delete body.system;
     let reply = "", firstAt = null;
     this.stop = new AbortController();
     try {
       for await (const item of events("/v1/chat/completions", { method: "POST", body, signal: this.stop.signal })) {
         if (item.error) throw new Refused(500, item.error.message);
+        if (item.prompt_progress) { foot.textContent = reading(item); continue; }
         const choice = item.choices?.[0], piece = choice?.delta?.content ?? choice?.delta?.reasoning_content;
         if (piece) { firstAt ??= performance.now(); reply += piece; said.textContent = reply; foot.textContent = `first token ${time(firstAt - started)}`; }
         if (item.rekindle) this.told(item, strip, foot);
@@ -60,7 +63,7 @@ export function tryView(state) {
   const both = h("input", { type: "checkbox", onchange: () => { show(chats, both.checked ? [warm.element, cold.element] : [warm.element]); } });
   const send = h("button", { type: "submit", class: "main" }, "Send"), halt = h("button", { type: "button", disabled: true, onclick: () => { warm.stop?.abort(); cold.stop?.abort(); } }, "Stop");
   const form = h("form", { class: "panel" }, system, field, h("div", { class: "actions" }, model, h("label", { class: "note" }, "at most ", length, " tokens"),
-    h("label", { class: "note" }, both, " beside it, the cache off"), h("button", { type: "button", onclick: () => { warm.clear(); cold.clear(); } }, "New chat"), h("button", { type: "button", onclick: () => { system.value = EXAMPLE; field.focus(); } }, "A long example"), h("span", { style: { flex: "1" } }), halt, send));
+    h("label", { class: "note" }, both, " beside it, the cache off"), h("button", { type: "button", onclick: () => { warm.clear(); cold.clear(); } }, "New chat"), h("button", { type: "button", onclick: () => { system.value = EXAMPLE; field.value ||= QUESTION; field.focus(); } }, "A long example"), h("span", { style: { flex: "1" } }), halt, send));
   form.addEventListener("submit", async event => {
     event.preventDefault();
     const text = field.value.trim();
