@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 notes = Console(stderr=True, highlight=False)
 
 SHOWN_AFTER_SECONDS = 0.5  # of waiting
+_LOOKS = 4.0  # a second at what is waited for: each takes time from a model that computes on the same cores
 _STAGES = {
     "convert": "converting the GGUF for this engine (first time only, about half a minute)",
     "digest": "checking the model's weights (first time only)",
@@ -82,7 +83,7 @@ class WaitingLine:
             if self._status is not None:
                 self._status.update(text)
             elif notes.is_terminal:
-                self._status = Status(text, console=notes)
+                self._status = Status(text, console=notes, refresh_per_second=_LOOKS)
                 self._shows = threading.Timer(SHOWN_AFTER_SECONDS, self._status.start)
                 self._shows.daemon = True
                 self._shows.start()
@@ -109,14 +110,14 @@ class _Ticking:
 
 def reading(event: Mapping[str, Any]) -> Callable[[float], str]:
     """The words for how far a prompt is read, as `PromptProgress.as_event` says it."""
-    told, more = event["prompt_progress"], event.get("rekindle") or {}
-    cached = f", {told['cache']:,} of them from the cache" if told["cache"] else ""
-    tokens = f"reading the prompt: {told['processed']:,} of {told['total']:,} tokens{cached}"
+    progress, more = event["prompt_progress"], event.get("rekindle") or {}
+    cached = f", {progress['cache']:,} of them from the cache" if progress["cache"] else ""
+    tokens = f"reading the prompt: {progress['processed']:,} of {progress['total']:,} tokens{cached}"
     later = "; the next time at once" if more.get("kept") else ""
     expected = (more.get("expected_ms") or 0.0) / 1e3
 
     def words(seconds: float) -> str:
-        taken = told["time_ms"] / 1e3 + seconds
+        taken = progress["time_ms"] / 1e3 + seconds
         return f"{tokens}, {taken:.0f} s{f' of about {expected:.0f} s' if expected > taken else ''}{later}"
 
     return words

@@ -103,19 +103,19 @@ def _watch(
     plans: Sequence[tuple[PromptPrefill, Reuse]], tell: Callable[[PromptProgress], None], ended: threading.Event
 ) -> None:
     """Tell how far a prompt is read once it is planned, until `ended`."""
-    told: PromptProgress | None = None
+    last: PromptProgress | None = None
     over = False
     with suppress(OSError):  # nobody listens any more
         while not over:
             over = ended.wait(_LOOK_SECONDS)
             for prefill, reuse in plans:
                 now = prefill.progress(reuse.reused)
-                if told is None:
-                    told = replace(now, processed=now.cached, expected_seconds=prefill.plan.predicted_seconds)
-                    tell(told)
-                if now.processed > told.processed:
-                    told = now
-                    tell(told)
+                if last is None:
+                    last = replace(now, processed=now.cached, expected_seconds=prefill.plan.predicted_seconds)
+                    tell(last)
+                if now.processed > last.processed:
+                    last = now
+                    tell(last)
 
 
 class AsyncReplyStream(AsyncIterator[TextPiece]):
