@@ -61,6 +61,24 @@ def test_nothing_requires_the_distribution_rekindle() -> None:
     assert {path: matches for path, matches in found.items() if matches} == {}, "the distribution is rekindle-llm"
 
 
+WITH_TORCH = re.compile(r"""["'`](?:rekindle-llm|\.)\[[\w,-]*\b(?:hf|onnx-export)\b""")
+TORCH_FOR_CPUS = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+
+
+def test_a_page_whose_install_line_brings_torch_gives_its_size_and_the_line_for_cpus() -> None:
+    pages = {path: text for path, text in texts() if path.suffix == ".md" and path.name != "CHANGELOG.md"}
+    found = {path.as_posix() for path, text in pages.items() if WITH_TORCH.search(text)}
+    assert "docs/guide/start.md" in found
+    lacking = {path for path in found if not ("5.7 GB" in pages[Path(path)] and TORCH_FOR_CPUS in pages[Path(path)])}
+    assert lacking == set()
+
+
+def test_documents_come_with_llamacpp() -> None:
+    lines = re.compile(r"""pip install [^\n]*\[(?:llamacpp|hf,knowledge)\\*\]""")
+    found = {path.as_posix() for path, text in texts() if path.name != "CHANGELOG.md" and lines.search(text)}
+    assert found == set(), "documents need no torch: [llamacpp,knowledge] is the line"
+
+
 @pytest.mark.parametrize(
     ("installed", "warned"),
     [

@@ -252,7 +252,7 @@ def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["rekindle"] == __version__ and facts["cores"] >= 1 and facts["memory_bytes"] > 0
     assert facts["engines"]["hf"] == "ready" and facts["engines_ready"]
     if importlib.util.find_spec("xllamacpp") is None:
-        assert "pip install 'rekindle-llm[llamacpp]'" in facts["engines"]["llamacpp"]
+        assert "pip install 'rekindle-llm[llamacpp,knowledge]'" in facts["engines"]["llamacpp"]
     else:
         assert facts["engines"]["llamacpp"] == "ready" and "CPU" in facts["choices"]["llamacpp: built with"]
     if importlib.util.find_spec("onnxruntime") is None:
@@ -273,7 +273,7 @@ def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Pa
         "sys.modules.update(dict.fromkeys(hidden))\n"  # importing one raises ModuleNotFoundError
     )
     for arguments, words in {
-        ("doctor",): b"pip install 'rekindle-llm[hf]'",
+        ("doctor",): b"pip install 'rekindle-llm[llamacpp,knowledge]'",
         ("run", str(tiny_folder), "hi"): b"pip install 'rekindle-llm[hf]'",
     }.items():
         done = spawn(*arguments, PYTHONPATH=str(tmp_path))

@@ -129,14 +129,18 @@ def test_an_engine_that_lacks_one_package_is_not_chosen(package: str, models: di
 
 
 @pytest.mark.parametrize(
-    "name, title",
-    [("hf", "The Hugging Face engine"), ("llamacpp", "The llama.cpp engine"), ("onnx", "The ONNX Runtime engine")],
+    "name, title, extras",
+    [
+        ("hf", "The Hugging Face engine", "hf"),
+        ("llamacpp", "The llama.cpp engine", "llamacpp,knowledge"),
+        ("onnx", "The ONNX Runtime engine", "onnx"),
+    ],
 )
-def test_what_is_missing_is_named_with_how_to_install_it(name: Any, title: str) -> None:
+def test_what_is_missing_is_named_with_how_to_install_it(name: Any, title: str, extras: str) -> None:
     with pytest.raises(EngineMissing) as raised:
         require_packages(name, NEITHER)
     said = str(raised.value)
-    assert said.startswith(title) and said.endswith(f"pip install 'rekindle-llm[{name}]'")
+    assert said.startswith(title) and said.endswith(f"pip install 'rekindle-llm[{extras}]'")
     assert all(package in said for package in ENGINES[name])
     first, *others = ENGINES[name]
     with pytest.raises(EngineMissing, match=f"needs {first}. Install"):

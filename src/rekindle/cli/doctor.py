@@ -52,8 +52,8 @@ def doctor(json: AsJson = False) -> None:
     print_table(["what", "found"], rows)
     if not facts["engines_ready"]:
         typer.echo(
-            "\nNo engine is installed. Get one with: pip install 'rekindle-llm[hf]', 'rekindle-llm[llamacpp]' or "
-            "'rekindle-llm[onnx]'",
+            "\nNo engine is installed. Get one with: pip install 'rekindle-llm[llamacpp,knowledge]', or with "
+            "'rekindle-llm[onnx]' or 'rekindle-llm[hf]' (brings torch)",
             err=True,
         )
         raise typer.Exit(1)

@@ -54,7 +54,7 @@ def pull(models: Names, format_: Format = None, json: AsJson = False) -> None:
                 if not missing_packages("hf"):
                     convert_gguf(entry.files, report)
                 elif entry.files.gguf is None or missing_packages("llamacpp"):
-                    names = "'rekindle-llm[hf]'" + ("" if entry.files.gguf is None else " or 'rekindle-llm[llamacpp]'")
+                    names = "'rekindle-llm[hf]'" if entry.files.gguf is None else "'rekindle-llm[llamacpp,knowledge]'"
                     typer.echo(f"note: no engine for it is installed. Get one with: pip install {names}", err=True)
         got.append({"name": entry.name, "kind": entry.kind, "source": entry.source, "bytes": entry.size_bytes()})
         if not json:

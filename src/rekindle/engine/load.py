@@ -136,8 +136,9 @@ def packages_beside(llama_library: str | None) -> FindPackage:
 def require_packages(name: EngineName, have: FindPackage = importlib.util.find_spec) -> None:
     """Raise `EngineMissing` if an engine's packages are not installed."""
     if lacking := missing_packages(name, have):
+        extras = "llamacpp,knowledge" if name == "llamacpp" else name
         raise EngineMissing(
-            f"{_TITLES[name]} needs {', '.join(lacking)}. Install it with: pip install 'rekindle-llm[{name}]'"
+            f"{_TITLES[name]} needs {', '.join(lacking)}. Install it with: pip install 'rekindle-llm[{extras}]'"
         )
 
 
@@ -165,7 +166,7 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress, reserve: Re
         size = human_bytes(4 * read_header(files.gguf).values)
         log.warning(
             "llama.cpp is not installed, so %s is converted for transformers first, once (%s). To run it as it is: "
-            "pip install 'rekindle-llm[llamacpp]'",
+            "pip install 'rekindle-llm[llamacpp,knowledge]'",
             files.name,
             size,
         )

@@ -125,7 +125,7 @@ def test_without_a_package_that_brings_a_library_one_can_still_be_named() -> Non
 
 def test_where_there_is_none_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_api.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(EngineMissing, match=r"pip install 'rekindle-llm\[llamacpp\]'.*llama_library"):
+    with pytest.raises(EngineMissing, match=r"pip install 'rekindle-llm\[llamacpp,knowledge\]'.*llama_library"):
         LlamaLibrary().load()
 
 

@@ -1,4 +1,4 @@
-"""The command in a virtual environment that has llama.cpp and no torch: everything that does not need torch works."""
+"""The command in a virtual environment with `[llamacpp,knowledge]`: no torch, and all that needs none works."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ def distributions(requirements: list[str]) -> dict[str, metadata.Distribution]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of its programs: ours, and of all packages that are installed here those that `[llamacpp]` brings."""
+    """The folder of its programs: ours, and of all packages that are installed here those of `[llamacpp,knowledge]`."""
     folder = tmp_path_factory.mktemp("without") / "venv"
     venv.create(folder, with_pip=False)
     programs = folder / ("Scripts" if os.name == "nt" else "bin")
     packages = Path(said(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["llamacpp"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["llamacpp"], *extras["knowledge"]]
     for distribution in distributions(wanted).values():
         for part in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (packages / part).exists():
@@ -109,6 +110,14 @@ def test_a_prompt_is_answered_and_the_second_time_it_is_reused_from_disk(environ
     found = re.search(r"smollm2: (\d+) of (\d+) tokens reused", told)
     assert found is not None and int(found[1]) == int(found[2]) - 1
     assert "from disk" in told and "why:" in told
+
+
+def test_documents_are_read_and_asked(environment: Path, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "ferry.html").write_text("<title>Boats</title><p>The ferry to Ormund costs eleven crowns.</p>")
+    rekindle(environment, cache, "ingest", str(tmp_path / "ferry.html"))
+    command = ("ask", "What does the ferry to Ormund cost?", "-n", "8", "--json")
+    answer = json.loads(rekindle(environment, cache, *command))
+    assert "eleven crowns" in json.dumps(answer["sources"])
 
 
 def test_the_cache_is_looked_at(environment: Path, cache: Path) -> None:

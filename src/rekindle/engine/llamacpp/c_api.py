@@ -268,8 +268,8 @@ def _first_usable(candidates: Iterator[tuple[Path, str]]) -> tuple[Path, str, di
     if refusals:
         raise refusals[0]
     raise EngineMissing(
-        "The llama.cpp engine needs its library. Install it with: pip install 'rekindle-llm[llamacpp]', or name your "
-        "own build with llama_library."
+        "The llama.cpp engine needs its library. Install it with: pip install 'rekindle-llm[llamacpp,knowledge]', "
+        "or name your own build with llama_library."
     )
 
 
