@@ -16,6 +16,7 @@ from tools.install_clients import FOLDER, PINNED, PYTHON
 KEY = "sk-dummy-0000"
 NOWHERE = "http://127.0.0.1:9"  # nobody listens there: what a client wants from the network, it does not get
 RUN_SECONDS = 300
+GUIDE = FOLDER.parent / "docs" / "guide" / "agents.md"
 SDK_AGENT = Path(__file__).with_name("sdk_agent.py")
 
 
@@ -112,7 +113,7 @@ class ClaudeCode(TeamAgent):
         return self.start(
             "-p", f"TASK {task}", "--model", "claude-opus-4", "--allowedTools", "Write,Bash,Read,Agent",
             "--permission-mode", "acceptEdits",
-            ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=KEY, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+            ANTHROPIC_BASE_URL=url, ANTHROPIC_AUTH_TOKEN=KEY, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         )  # fmt: skip
 
 
@@ -121,13 +122,12 @@ class OpenCode(TeamAgent):
     write, path_field, shell, delegate, kind = "write", "filePath", "bash", "task", "general"
 
     def run(self, url: str, task: str) -> str:
-        provider = {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": f"{url}/v1", "apiKey": KEY},
-            "models": {"any": {"limit": {"context": 200_000, "output": 4096}}},
-        }
-        config = {"model": "rekindle/any", "provider": {"rekindle": provider}, "autoupdate": False}
-        return self.start("run", f"TASK {task}", OPENCODE_CONFIG_CONTENT=json.dumps(config))
+        """With the configuration of the guide."""
+        (recipe,) = re.findall(r"```json\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+        config = self.home / ".config" / "opencode" / "opencode.json"
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(recipe.replace("http://127.0.0.1:8377", url), "utf-8")
+        return self.start("run", f"TASK {task}")
 
 
 class Codex(Client):
