@@ -52,7 +52,7 @@ class IdleAction:
 
 @dataclass(frozen=True)
 class ActionSummary:
-    """All actions of one kind together: what they cost, and what they saved since."""
+    """All actions of one kind together: what they cost, and what they saved until the next one on the same answer."""
 
     action: str
     count: int
@@ -75,10 +75,13 @@ def flop(engine: Engine, computed: int, context: int) -> float:
 
 
 def record_action(library: Library, did: IdleAction) -> None:
-    row = (time.time(), did.action, did.answer, did.seconds, did.tokens, did.flop, did.joules)
     with library.writing() as connection:
+        before = connection.execute("SELECT uses, saved FROM answers WHERE id=?", (did.answer,)).fetchone() or (0, 0.0)
+        row = (time.time(), did.action, did.answer, did.seconds, did.tokens, did.flop, did.joules, *before)
         id = connection.execute(
-            "INSERT INTO work (at, action, answer, seconds, tokens, flop, joules) VALUES (?,?,?,?,?,?,?)", row
+            "INSERT INTO work (at, action, answer, seconds, tokens, flop, joules, uses, saved) "
+            "VALUES (?,?,?,?,?,?,?,?,?)",
+            row,
         ).lastrowid
         connection.execute("DELETE FROM work WHERE id<=?", ((id or 0) - _MAX_ROWS,))
 
@@ -95,14 +98,21 @@ def prediction_yield(library: Library) -> tuple[int, float]:
     return int(hits), float(seconds)
 
 
+# What an answer was used and saved counts for the last action on it before that.
+_CREDITED = (
+    "WITH credited AS (SELECT w.id, coalesce(lead(w.uses) OVER later, a.uses) - w.uses AS uses, "
+    "coalesce(lead(w.saved) OVER later, a.saved) - w.saved AS saved FROM work w JOIN answers a ON a.id=w.answer "
+    "WHERE w.action!='restore' WINDOW later AS (PARTITION BY w.answer ORDER BY w.id)) "
+)
+
+
 def summarize_actions(library: Library) -> list[ActionSummary]:
-    """Totals by kind of action. What an answer saved counts for the last action on it."""
+    """Totals by kind of action."""
     with library.reading() as connection:
         rows = connection.execute(
-            "SELECT w.action, count(*), sum(w.seconds), sum(w.tokens), coalesce(sum(w.flop), 0) / 1e12, sum(w.joules), "
-            "coalesce(sum(a.uses), 0), coalesce(sum(a.saved), 0) FROM work w LEFT JOIN answers a ON a.id=w.answer "
-            "AND w.id=(SELECT max(id) FROM work WHERE answer=w.answer AND action!='restore') "
-            "GROUP BY w.action ORDER BY min(w.id)"
+            f"{_CREDITED}SELECT w.action, count(*), sum(w.seconds), sum(w.tokens), coalesce(sum(w.flop), 0) / 1e12, "
+            "sum(w.joules), coalesce(sum(c.uses), 0), coalesce(sum(c.saved), 0) FROM work w "
+            "LEFT JOIN credited c ON c.id=w.id GROUP BY w.action ORDER BY min(w.id)"
         ).fetchall()
     return [ActionSummary(*row) for row in rows]
 
@@ -127,8 +137,9 @@ def recent_actions(library: Library, max_count: int) -> list[LogEntry]:
     """The last actions, the newest first."""
     with library.reading() as connection:
         rows = connection.execute(
-            "SELECT w.at, w.action, w.seconds, w.tokens, w.flop / 1e12, w.joules, a.question, a.origin, a.uses, "
-            "a.saved FROM work w LEFT JOIN answers a ON a.id=w.answer ORDER BY w.id DESC LIMIT ?",
+            f"{_CREDITED}SELECT w.at, w.action, w.seconds, w.tokens, w.flop / 1e12, w.joules, a.question, a.origin, "
+            "c.uses, c.saved FROM work w LEFT JOIN answers a ON a.id=w.answer LEFT JOIN credited c ON c.id=w.id "
+            "ORDER BY w.id DESC LIMIT ?",
             (max_count,),
         ).fetchall()
     return [LogEntry(*row) for row in rows]

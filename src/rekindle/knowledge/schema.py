@@ -143,4 +143,10 @@ MIGRATIONS: tuple[str, ...] = (
     );
     CREATE TABLE merged_abstracts (inputs TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID;
     """,
+    """
+    ALTER TABLE work ADD COLUMN uses INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE work ADD COLUMN saved REAL NOT NULL DEFAULT 0;  -- of the answer, before; unknown for earlier versions
+    UPDATE work SET (uses, saved) = (SELECT a.uses, a.saved FROM answers a WHERE a.id=work.answer)
+        WHERE answer IN (SELECT id FROM answers);
+    """,
 )
