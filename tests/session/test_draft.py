@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,6 +26,7 @@ from rekindle.core.request import MAX_DRAFTS, Request
 from rekindle.engine.base import Engine, Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import Cancelled, InvalidPrompt, InvalidSetting
+from rekindle.session import draft as draft_module
 from rekindle.session.draft import Drafts
 from rekindle.session.reply_stream import ReplyStream
 from tests.lora import fake_pairs, save_lora
@@ -202,6 +204,21 @@ def test_a_right_draft_takes_few_steps_and_a_wrong_one_hardly_more() -> None:
     reply = reply_of(wrong, PROMPT, **ENDLESS, drafts=[[255 - token % 256 for token in tokens]])
     assert reply.tokens == tokens and reply.usage.drafted_tokens <= 2
     assert len(wrong.steps) <= len(plain.steps)
+
+
+def test_the_rate_of_a_reply_does_not_count_the_trial_of_its_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = reply_of(FakeEngine(), PROMPT, **ENDLESS).tokens
+
+    def slow_trial(_engine: Engine) -> int:
+        time.sleep(0.5)
+        return 8
+
+    monkeypatch.setattr(draft_module, "max_exact_step", slow_trial)
+    started = time.perf_counter()
+    reply = reply_of(FakeEngine(), PROMPT, **ENDLESS, drafts=[tokens])
+    seconds = time.perf_counter() - started
+    assert reply.usage.drafted_tokens and reply.timings.decode_seconds <= seconds - 0.5
+    assert reply.timings.tokens_per_second == pytest.approx((COUNT - 1) / reply.timings.decode_seconds)
 
 
 def test_a_draft_with_a_wrong_word_is_followed_again_behind_it() -> None:

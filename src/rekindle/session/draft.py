@@ -17,6 +17,7 @@ step in which each token gets the logits that it would get alone is measured onc
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain, cycle, islice, takewhile
@@ -76,11 +77,17 @@ class Drafts:
         self._right = {False: (3, 3), True: (3, 4)}  # tokens of how many, by `_from_prompt`; at first an assumption
         self._from_prompt = False
         self.taken = self.refused = 0
+        self.trial_seconds = 0.0  # it took to measure the largest step
 
     def guess(self, written: Sequence[int]) -> Sequence[int]:
         """The tokens that may follow what was written so far; none if no draft continues it."""
         found = self._guess(written)
-        return found[: self._room()] if found and self._room is not None else found
+        if not found or self._room is None:
+            return found
+        started = time.perf_counter()
+        room = self._room()
+        self.trial_seconds += time.perf_counter() - started
+        return found[:room]
 
     def _guess(self, written: Sequence[int]) -> Sequence[int]:
         self._from_prompt = False

@@ -131,7 +131,8 @@ class Generation:
     def reply(self, reuse: Reuse) -> Reply:
         """The finished reply; `reuse` tells what its prompt was spared."""
         assert self.finish_reason is not None, "a reply exists once the generation is finished"
-        decoding, after_first = self._last_at - self._first_at, len(self._tokens) - 1
+        trial_seconds = 0.0 if self.drafts is None else self.drafts.trial_seconds  # not the reply's: once a model
+        decoding, after_first = self._last_at - self._first_at - trial_seconds, len(self._tokens) - 1
         return Reply(
             text="".join(self._pieces),
             tokens=tuple(self._tokens),
