@@ -28,6 +28,7 @@ _HOME_OF = {
     "ReplyStream": "rekindle.session.reply_stream",
     "attach": "rekindle.attached.transformers",
     "calibrate": "rekindle.session.calibrate.calibration",
+    "model_folder": "rekindle.models.sources",
 }
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "attach",
     "calibrate",
+    "model_folder",
 ]
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from rekindle.core.reply import Answer, Reply
     from rekindle.core.request import Message
     from rekindle.errors import RekindleError
+    from rekindle.models.sources import model_folder
     from rekindle.session.ask import AnswerStream
     from rekindle.session.calibrate.calibration import calibrate
     from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream

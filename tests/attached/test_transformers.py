@@ -25,6 +25,8 @@ from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Kv
 from rekindle.engine.hf.sequence import raw_view
 from rekindle.errors import Closed, InvalidPrompt, InvalidSetting, UnsupportedModel
+from rekindle.store.report import kv_spaces
+from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import Kept, TieredStore
 from tests.tiny import FAMILIES, OTHERS, VOCABULARY, WINDOW, tiny_model
 
@@ -986,3 +988,13 @@ def test_the_example_of_the_page_works_with_the_real_model(tmp_path: Path) -> No
         assert done.returncode == 0, done.stderr
         reused, total = map(int, re.findall(r"(\d+) of (\d+)", done.stdout)[0])
     assert reused == total - 1
+
+
+def test_kept_kv_carries_the_name_of_the_model(tmp_path: Path) -> None:
+    named = tiny_model("llama")
+    (tmp_path / "qwen").mkdir()
+    named.config._name_or_path = str(tmp_path / "qwen")
+    with attach(named, cache=tmp_path / "kv") as attached:
+        greedy(named, ids_of(100), past_key_values=attached.match(ids_of(100)))
+    with TieredStore(tmp_path / "kv", StoreSettings()) as store:
+        assert {space.model for space in kv_spaces(store.disk).values()} == {"qwen"}

@@ -49,6 +49,7 @@ from rekindle.engine.hf.engine import HfEngine
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import Closed, InvalidPrompt, InvalidSetting, KvLost, RekindleError, nearest
+from rekindle.models.registry import loaded_name
 from rekindle.settings import Settings
 from rekindle.settings.keywords import CacheSettings, SettingsLike
 from rekindle.store.prefix_index import Match
@@ -188,7 +189,7 @@ class Attached:
         regime = facts.rope.regime(tokens)
         identity = facts.identity(regime).digest
         namespace = Namespace(identity, self._settings.tenant, self._settings.cache_salt)
-        name = str(getattr(self._model.config, "_name_or_path", "")) or facts.family
+        name = loaded_name(str(getattr(self._model.config, "_name_or_path", ""))) or facts.family
         terms = MatchTerms(self, KvSpace(namespace, facts.layout, model=name), facts.weights, facts.rope, regime)
         return terms if terms.cover(tokens) else None
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _SHOWN = 20
-_BAR_COLUMNS = 32
+_BAR_COLUMNS = 32  # at most
+_OTHER_COLUMNS = 70  # the widest row without its bar
 _ENDED = ("done", "cancelled", "failed")
 
 
@@ -40,7 +41,7 @@ def top(
                 rows.clear()
             rows |= {row["id"]: row for row in item["rows"]}
             rows = dict(list(rows.items())[-1000:])
-            screen.update(_view(item["server"], rows), refresh=True)
+            screen.update(_view(item["server"], rows, console.width), refresh=True)
             if once:
                 return
 
@@ -63,7 +64,7 @@ def _items(url: str, api_key: str | None) -> Iterator[dict[str, Any]]:
         raise ServerError(f"The server at {url} does not answer ({error}). Is it running? `rekindle ps`") from None
 
 
-def _view(server: Mapping[str, Any], rows: Mapping[int, Mapping[str, Any]]) -> Group:
+def _view(server: Mapping[str, Any], rows: Mapping[int, Mapping[str, Any]], width: int) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -78,26 +79,28 @@ def _view(server: Mapping[str, Any], rows: Mapping[int, Mapping[str, Any]]) -> G
     load = f"{server['running']} of {server['parallel']} running, {server['waiting']} waiting"
     head = Text(f"{server['model']}, {server['engine']} on {server['device']}; {load}; {', '.join(tiers)}")
     legend = Text("  ").join(Text.assemble(("█ ", colour), name) for name, colour in SOURCES.items())
-    table = Table(box=None, padding=(0, 1))
-    for name in ("at", "app", "prompt", "tokens", "reused", "first token", "without", "tokens/s", "state"):
+    room = width - _OTHER_COLUMNS
+    columns, name_columns = max(1, min(_BAR_COLUMNS, room)), 12 + max(0, min(8, room - _BAR_COLUMNS))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("at", "app", "prompt", "tokens", "reused", "first", "without", "rate", "state"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("at", "app", "prompt", "state") else "right")
     newest = sorted(rows.values(), key=lambda row: (row["state"] in _ENDED, -row["id"]))
     for row in newest[:_SHOWN]:
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(row["at"])),
-            Text(printable(row["app"] or row["model"])[:20]),
-            _bar(row),
+            Text(printable(row["app"] or row["model"])[:name_columns]),
+            _bar(row, columns),
             f"{row['tokens']:,}",
             f"{row.get('reused', 0) / row['tokens']:.0%}" if row["tokens"] else "-",
-            _milliseconds(row.get("first_ms")),
-            _milliseconds(row.get("cold_ms")),
+            _seconds(row.get("first_ms")),
+            _seconds(row.get("cold_ms")),
             "-" if row.get("rate") is None else f"{row['rate']:.1f}",
             row["state"] if row["state"] != "done" else row.get("miss") or "all reused",
         )
     return Group(head, legend, table)
 
 
-def _bar(row: Mapping[str, Any]) -> Text:
+def _bar(row: Mapping[str, Any], columns: int) -> Text:
     """The prompt in columns, coloured by source; what is not read yet is faint."""
     from rich.text import Text
 
@@ -105,11 +108,12 @@ def _bar(row: Mapping[str, Any]) -> Text:
 
     bar, total = Text(), max(1, row["tokens"])
     for start, stop, source in row["spans"]:
-        for column in range(start * _BAR_COLUMNS // total, stop * _BAR_COLUMNS // total):
-            present = column * total // _BAR_COLUMNS < row["present"]
+        for column in range(start * columns // total, stop * columns // total):
+            present = column * total // columns < row["present"]
             bar.append("█" if present else "░", SOURCES[source])
     return bar
 
 
-def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f} ms"
+def _seconds(milliseconds: float | None) -> str:
+    seconds = (milliseconds or 0.0) / 1e3
+    return "-" if milliseconds is None else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"

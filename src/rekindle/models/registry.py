@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -15,7 +16,8 @@ from rekindle.core.identity import digest_of_fields
 from rekindle.errors import ModelNotFound, NotAModel
 from rekindle.json_file import write_json
 from rekindle.machine import models_folder
-from rekindle.models.files import ModelFiles, file_version
+from rekindle.models import ollama
+from rekindle.models.files import ModelFiles, file_version, is_file
 from rekindle.models.onnx_folder import GRAPH, PRECISIONS, OnnxForm
 
 _RECORD = "model.json"
@@ -75,6 +77,15 @@ def entries() -> list[PulledModel]:
     return sorted(read, key=lambda entry: entry.name)
 
 
+@functools.cache
+def loaded_name(path: str) -> str:
+    """What a model is called that transformers loaded from a folder, or from the hub by a name that it keeps."""
+    folder = Path(path)
+    if not path or not folder.is_dir():
+        return path
+    return next((entry.name for entry in entries() if entry.files.folder == folder.absolute()), folder.resolve().name)
+
+
 def add(name: str, kind: str, source: str, files: ModelFiles, *, draft: Path | None = None) -> PulledModel:
     """Record a model in its folder, or in a `draft` of it. Raises `NotAModel` if a file of another kind is there."""
     entry = PulledModel(name, kind, source, files, datetime.now(timezone.utc).isoformat(timespec="seconds"))
@@ -99,6 +110,9 @@ def remove(name: str) -> PulledModel:
     """Remove a model and Rekindle's files of it; files used in place stay. Raises `ModelNotFound`."""
     entry = lookup(name)
     if entry is None:
+        if name.startswith(ollama.PREFIX):
+            theirs = name.removeprefix(ollama.PREFIX)
+            raise ModelNotFound(f"{name} belongs to Ollama. Remove it there, if you want: ollama rm {theirs}")
         known = ", ".join(e.name for e in entries()) or "none"
         raise ModelNotFound(f"No model {name!r} was pulled. Pulled: {known}.")
     if entry.files.gguf is not None and entry.files.folder.parent == models_folder() / CONVERTED:
@@ -152,7 +166,7 @@ def _read(home: Path) -> PulledModel | None:
         return None  # no record, or an unreadable one: as good as not pulled
     files = entry.files
     needed = files.parts if files.onnx is None else (files.onnx,)
-    return entry if (all(path.is_file() for path in needed) if needed else files.converted) else None
+    return entry if (all(map(is_file, needed)) if needed else files.converted) else None
 
 
 def _parse(record: Any) -> PulledModel:
