@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def apps(folder: Path, command: str, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["apps", command, "--folder", str(folder), *arguments])
+    return CliRunner().invoke(app, ["apps", command, "--cache", str(folder), *arguments])
 
 
 def listed(folder: Path, *arguments: str) -> list[dict[str, object]]:
@@ -65,7 +65,7 @@ def test_set_changes_the_state_and_the_store_heeds_it(folder: Path) -> None:
 def test_looking_at_a_folder_evicts_nothing(folder: Path) -> None:
     apps(folder, "set", "mail", "killed")
     before = listed(folder)
-    assert CliRunner().invoke(app, ["cache", "gc", "--folder", str(folder)]).exit_code == 0
+    assert CliRunner().invoke(app, ["cache", "gc", "--cache", str(folder)]).exit_code == 0
     assert listed(folder) == before
 
 
@@ -105,7 +105,7 @@ def test_a_process_without_a_name_for_its_app_lends_its_own(folder: Path) -> Non
 
 
 def test_clearing_forgets_the_apps(folder: Path) -> None:
-    assert CliRunner().invoke(app, ["cache", "clear", "--yes", "--folder", str(folder)]).exit_code == 0
+    assert CliRunner().invoke(app, ["cache", "clear", "--yes", "--cache", str(folder)]).exit_code == 0
     assert listed(folder) == []
 
 

@@ -13,7 +13,9 @@ from typer.testing import CliRunner, Result
 
 from rekindle.cli.main import app
 from rekindle.core.size import human_bytes
+from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import CacheUnusable, EntryNotFound, InvalidSetting, RekindleError
+from rekindle.models.adapter_registry import lookup
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import KV_SPACE, keep
@@ -32,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def cache(folder: Path, command: str, *arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, ["cache", command, "--folder", str(folder), *arguments], input=stdin)
+    return CliRunner().invoke(app, ["cache", command, "--cache", str(folder), *arguments], input=stdin)
 
 
 def entries(folder: Path) -> list[dict[str, object]]:
@@ -48,6 +50,27 @@ def test_ls_shows_every_entry(folder: Path) -> None:
     assert found[2]["saved_ms"] == 1500 and found[2]["hits"] == 1 and found[2]["model"] == "synthetic"
     text = cache(folder, "ls").stdout
     assert all(str(entry["name"])[:8] in text for entry in found) and "64+120" in text
+
+
+def test_the_folder_is_called_cache_everywhere_and_its_old_name_says_so(folder: Path) -> None:
+    known = cache(folder, "ls")
+    for group, name in (("cache", "ls"), ("apps", "ls")):
+        old = CliRunner().invoke(app, [group, name, "--folder", str(folder)])
+        assert old.stderr == "note: --folder is called --cache now; the next version knows only that.\n"
+        assert old.stdout == (known.stdout if group == "cache" else "No app has sent a request yet.\n")
+    assert known.stderr == "" and "--folder" not in CliRunner().invoke(app, ["cache", "ls", "--help"]).output
+
+
+def test_adapters_are_shown_by_their_names(folder: Path, tmp_path: Path) -> None:
+    registered = lookup("pirate")
+    assert registered is not None
+    digest = read_adapter(registered.path, registered.scale).digest
+    with TieredStore(folder, ROOMY) as store:
+        for number, adapter in enumerate((digest, "ab" * 16)):
+            keep(store, list(range(1000 * number, 1000 * number + 64)), replace(KV_SPACE, adapter=adapter))
+    for command in ("ls", "stats"):
+        shown = cache(folder, command).stdout
+        assert "pirate" in shown and "abababab" in shown and digest not in shown and "ab" * 16 not in shown
 
 
 def test_stats_sum_up_and_rank(folder: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,10 +19,13 @@ from typer.testing import CliRunner, Result
 from rekindle import Session, __version__
 from rekindle.cli.entry import MODULES
 from rekindle.cli.main import app
+from rekindle.core.reply import TextPiece
+from rekindle.errors import OutOfMemory
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
 from rekindle.models import registry
 from rekindle.models.pull import pull
+from rekindle.session import session as session_module
 from tests.knowledge.files import pdf
 
 SCRIPT = str(Path(sys.executable).with_name("rekindle"))
@@ -89,10 +95,56 @@ def test_run_reads_files_and_standard_input(tiny_folder: Path, tmp_path: Path) -
         return tuple(json.loads(rekindle(*base, *more, stdin=stdin).stdout)["tokens"])
 
     assert tokens("What?", "-f", str(tmp_path / "doc.txt")) == both
+    assert tokens("What?", stdin="Grüße") == both
+    assert tokens("What?", "-f", "-", stdin="Grüße") == both
+    assert tokens("What?", "-f", str(tmp_path / "doc.txt"), stdin="\n") == both
     assert tokens("-", stdin="Grüße\n\nWhat?") == both
+    assert tokens("-", "-f", str(tmp_path / "doc.txt"), stdin="What?") == both
+    assert tokens("-f", str(tmp_path / "doc.txt"), stdin="What?") == both
     assert tokens(stdin="Grüße\n\nWhat?") == both
     assert tokens("Hello", "--raw") == raw
     assert tokens("Hello", "--system", "S") == system
+
+
+def test_who_keeps_standard_input_open_is_told_that_it_is_read(tiny_gguf: Path) -> None:
+    command = [sys.executable, "-m", "rekindle", "run", str(tiny_gguf), "What?", "-n", "1"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stderr is not None
+        assert process.stderr.readline().startswith(b"note: reading standard input; Ctrl-D ends it.")
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def test_a_prompt_that_is_only_read_ends_without_an_empty_line_and_says_so(tiny_folder: Path) -> None:
+    result = rekindle("run", str(tiny_folder), "Hello", "-n", "0")
+    assert result.exit_code == 0 and result.stdout == ""
+    assert re.search(r"; prompt read in [\d.]+ s; 0 of 23 tokens reused; no reply was wanted$", result.stderr, re.M)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_warnings_and_errors_never_land_in_the_line_of_a_reply(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    decode = session_module.decode
+
+    def warning(*arguments: Any) -> Iterator[TextPiece]:
+        waits = True
+        for piece in decode(*arguments):
+            yield piece
+            if waits and str(piece):  # it stands on the screen now
+                waits = False
+                logging.getLogger("rekindle.session").warning("Drafts are not used.")
+        if fails:
+            raise OutOfMemory("The device is full.")
+
+    monkeypatch.setattr(session_module, "decode", warning)
+    result = rekindle("run", str(tiny_folder), "Hello", "-n", "8", "--min-tokens", "8")
+    with Session(tiny_folder) as session:
+        said = "" if fails else session.chat("Hello", max_tokens=8, min_tokens=8).text
+    assert result.stdout.endswith("\n") and (fails or result.stdout == said + "\n")
+    assert f"{result.stdout}note: Drafts are not used.\n" in result.output
+    assert isinstance(result.exception, OutOfMemory) is fails
 
 
 def test_run_reads_documents_as_ingest_does(tiny_folder: Path, tmp_path: Path) -> None:
@@ -152,6 +204,12 @@ def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path)
         "Shorten it. Or raise --context: the model takes up to 512.",
         ("run", str(tiny_folder), "hi", "--context", "600"): "--context 600 is out of range: this model takes 1 to 512",
         ("rm", "nosuch"): "No model 'nosuch' was pulled",
+        (
+            "rm",
+            "ollama:llama3.2",
+        ): "ollama:llama3.2 belongs to Ollama. Remove it there, if you want: ollama rm llama3.2",
+        ("run", str(tiny_folder), "hi", "--keep-alive", "soon"): "keep_alive='soon' is not a time. Use 30s, 5m, 0",
+        ("run", str(tiny_folder), "hi", "--keep-alive", "-x"): "keep_alive='-x' is not a time.",
     }
     for arguments, words in cases.items():
         result = rekindle(*arguments)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from rekindle.cli import doctor
 from rekindle.cli.main import app
 from rekindle.cli.options import brief, print_table
+from rekindle.settings import names_in
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -48,6 +52,60 @@ def test_on_a_terminal_paths_lose_their_first_folders_instead(
     shown = lines(capsys)
     assert shown[0].split() == ["document", "source"]  # no document has an app
     assert shown[1] == f"aa2159afb84b  …/{'a-long-folder/' * 4}file.txt" and shown[2].split() == ["bb", "/short"]
+
+
+def test_on_a_terminal_a_row_takes_several_lines_where_its_columns_do_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("TERM", "xterm")  # rich takes a dumb terminal for one of 80 columns
+    columns = ["entry", "model", "adapter", "tokens", "size", "coding", "hits", "saved", "used", ""]
+    row = ["9af3cb23", "qwen2.5-coder", "pirate", "64+179", "8.3 MB", "raw", "12", "3.4 s", "10 min ago", "pinned"]
+    print_table(columns, [row, [*row[:2], "", *row[3:]]])
+    shown = [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in lines(capsys)]
+    assert max(map(len, shown)) <= 60 and len(shown) % 3 == 0
+    cells = [[part.strip() for part in line.split("  ") if part.strip()] for line in shown]
+    heights = len(shown) // 3
+    assert [cell for line in cells[:heights] for cell in line] == columns[:-1]
+    assert [cell for line in cells[heights : 2 * heights] for cell in line] == row
+    assert shown[heights].startswith("9af3cb23") and all(
+        line.startswith("  ") for line in shown[heights + 1 : -heights]
+    )
+    for line, header in zip(shown[heights : 2 * heights], shown, strict=False):  # cells stand below their names
+        assert any(line[at] != " " for at, char in enumerate(header) if char != " " and at < len(line))
+
+
+def test_help_shows_twenty_options_first_and_the_rest_under_headings() -> None:
+    shown = CliRunner().invoke(app, ["run", "--help"]).stdout
+    first, *rest = shown.partition("\nOptions:\n")[2].split("\n\n")
+    names = [line.split()[0] for line in first.splitlines() if line.startswith("  -")]
+    assert len(names) == 21 and names[-1] == "-h,"
+    headings = [block.splitlines()[0] for block in rest if block.strip()]
+    assert headings == ["Sampling:", "Model:", "Cache:", "Chunk reuse:", "Documents:", "Answers:", "Remote KV:"]
+    assert all(f"--{name.replace('_', '-')}" in shown for name in names_in("model", "cache", "remote"))
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("rekindle run smollm2 --reuse ", {"exact", "quantized", "approximate", "off"}),
+        ("rekindle run smollm2 --reuse q", {"quantized"}),
+        ("rekindle ask --adapter p", {"pirate"}),
+        ("rekindle warm --codec q", {"q8", "q5", "q4", "q3"}),
+    ],
+)
+def test_the_shell_completes_values(words: str, values: set[str]) -> None:
+    asked = {"_REKINDLE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = CliRunner().invoke(app, env=asked, prog_name="rekindle")
+    assert set(done.stdout.split()) == values
+
+
+@pytest.mark.parametrize(("chosen", "shown"), [("off", "off"), ("elsewhere", "elsewhere")])
+def test_doctor_shows_the_cache_folder_in_use(chosen: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKINDLE_CACHE", chosen)
+    monkeypatch.setattr(doctor, "_engines", lambda: ({"hf": "ready"}, {}))
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["cache_folder"] == shown
 
 
 def test_a_title_is_not_broken_by_a_narrow_table(capsys: pytest.CaptureFixture[str]) -> None:

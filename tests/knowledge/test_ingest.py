@@ -31,7 +31,7 @@ class IngestedFolder:
         self.folder = folder / "files"
         self.folder.mkdir()
         self.known: Library = library(folder)
-        self._inner = embedder
+        self.embedder = embedder
         self.texts: list[str] = []  # embedded by the last ingestion
 
     def write(self, name: str, text: str) -> Path:
@@ -45,7 +45,7 @@ class IngestedFolder:
         return self.write(name, "\n".join(lines))
 
     def ingest(self, *paths: str | Path, app: str | None = None, breaks_after: int | None = None) -> IngestResult:
-        counting = Counting(self._inner, breaks_after=breaks_after)
+        counting = Counting(self.embedder, breaks_after=breaks_after)
         self.texts = counting.texts
         return Ingester(self.known, counting, app=app).ingest(list(paths) or [self.folder])
 
@@ -168,12 +168,24 @@ def test_a_problem_stops_nothing_and_is_told_with_its_path(files: IngestedFolder
     files.write("c.pdf", "no pdf")
     files.write("d.jsonl", '{"text": "fine"}\n{broken\n{"text": "too"}')
     files.write("e.txt", "   \n")
-    done = files.ingest(files.folder, files.folder / "missing.txt")
+    done = files.ingest(files.folder)
     told = {problem.source: problem.reason for problem in done.problems}
     names = {Path(source).name for source in told}
-    assert names == {"a.json", "c.pdf", "d.jsonl#2", "e.txt", "missing.txt"}
+    assert names == {"a.json", "c.pdf", "d.jsonl#2", "e.txt"}
     assert all(source in reason for source, reason in told.items())
     assert files.names == ["b.txt", "d.jsonl#1", "d.jsonl#3"] and done.added == 3
+
+
+def test_a_path_that_does_not_exist_is_refused_as_it_was_typed_before_anything_is_read(
+    files: IngestedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write("a.txt", "walrus")
+    monkeypatch.chdir(files.folder)
+    with pytest.raises(UnreadableDocument, match=r"^There is no file or folder nosuch\.txt\."):
+        files.ingest("a.txt", "nosuch.txt")
+    assert files.names == []
+    Ingester(files.known, Counting(files.embedder)).ingest(["a.txt", "nosuch.txt"], watched=True)
+    assert files.names == ["a.txt"]
 
 
 def test_a_file_that_became_unreadable_loses_what_it_said(files: IngestedFolder) -> None:
@@ -238,10 +250,17 @@ def test_nothing_named_is_refused_and_an_empty_folder_is_fine(files: IngestedFol
 
 
 @pytest.mark.parametrize("odd", ["x" * 5000, "~nobodyhere/x", "a\0b", "*nothing*.txt", "", "/proc/none/*/x.txt"])
-def test_paths_that_lead_nowhere_are_problems(files: IngestedFolder, odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_lead_nowhere_are_refused_and_patterns_are_problems(
+    files: IngestedFolder, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(files.folder)
+    if odd and "*" not in odd:  # the empty path is where we are
+        with pytest.raises(UnreadableDocument, match=r"There is no file or folder ") as refused:
+            files.ingest(odd)
+        assert len(str(refused.value)) < 300
+        return
     done = files.ingest(odd)
-    assert len(done.problems) == (odd != "")  # the empty path is where we are
+    assert len(done.problems) == (odd != "")
     assert counts(done) == (0, 0, 0, 0)
 
 
@@ -298,7 +317,8 @@ def test_links_that_go_in_circles_or_nowhere_end(files: IngestedFolder) -> None:
     (files.folder / "nowhere.txt").symlink_to(files.folder / "none")
     files.ingest(files.folder, str(files.folder / "**" / "*.txt"))
     assert files.names == ["sub/a.txt"]
-    assert len(files.ingest(files.folder / "self.txt").problems) == 1
+    with pytest.raises(UnreadableDocument):
+        files.ingest(files.folder / "self.txt")
 
 
 # -- being stopped

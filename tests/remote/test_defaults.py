@@ -86,7 +86,7 @@ def test_check_says_a_line_each(pair: str, tiny_folder: Path) -> None:
     assert re.search(r"\b\d+ tokens, raw, [\d.]+ [kM]B", lines[-1])
     quantized = ok(*asked, "--reuse", "quantized").splitlines()[-1]
     assert re.search(r"\b\d+ tokens, q[34], ", quantized)
-    assert "prompt: it has contexts for this model" in ok(*asked, "--system", "Be brief.").splitlines()[-1]
+    assert "it has contexts for this model" in ok(*asked, "--system", "Be brief.").splitlines()[-1]
     *_, last = ok(*asked, "--origin-keys", SigningKey.new().public).splitlines()[:2]
     assert last.startswith("key ") and "which you did not name" in last
     short = json.loads(ok(*asked[: asked.index("--file")], "--json"))
@@ -97,10 +97,10 @@ def test_check_says_a_line_each(pair: str, tiny_folder: Path) -> None:
 def test_check_says_why_nothing_is_there(pair: str, tiny_folder: Path, tmp_path: Path) -> None:
     asked = command("rekindle origin check", tiny_folder, pair)
     other = ok(*asked, "--dtype", "bfloat16").splitlines()
-    assert "another dtype, device or engine: only quantized KV fits" in other[2] and "dtype: it has" in other[-1]
+    assert "another dtype, device or engine: only quantized KV fits" in other[2] and " it has" in other[-1]
     near = [*asked, "--dtype", "bfloat16", "--reuse", "quantized"]
     assert re.search(r"tokens, q[34], ", ok(*near).splitlines()[-1])
-    assert "budget: it has this prompt only in levels" in ok(*near, "--kl-budget", "0").splitlines()[-1]
+    assert "it has this prompt only in levels" in ok(*near, "--kl-budget", "0").splitlines()[-1]
     ok("origin", "key", "--secret", "secret")
     assert "nothing is there for this model" in ok(*asked, "--origin-secret", "secret")
     gone = ok(*command("rekindle origin check", tiny_folder, "http://127.0.0.1:9")).splitlines()
@@ -124,9 +124,9 @@ def test_a_reply_an_explanation_and_a_summary_say_what_does_not_fit(levels: str,
         with Session(FakeEngine(), cache=tmp_path / "exact", origin=url, **own) as session:
             explained = session.explain(TEXT)
             reply = session.generate(TEXT, max_tokens=2)
-            assert reply.reuse.origin_miss == miss and f"; origin: {miss}: it has" in str(reply.reuse)
+            assert reply.reuse.origin_miss == miss and "; origin: it has" in str(reply.reuse)
             assert explained.origin is not None and explained.origin.miss == miss
-            assert f"origin: {miss}: it has" in str(explained)
+            assert "origin: it has" in str(explained)
         with Session(FakeEngine(), cache=tmp_path / "quantized", origin=url, reuse="quantized", **own) as session:
             explained, reply = session.explain(TEXT), session.generate(TEXT, max_tokens=2)
             came = "quantized" in levels

@@ -76,7 +76,7 @@ def fill(folder: Path) -> list[list[int]]:
 
 
 def clear_by_command(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["cache", "clear", "--folder", str(folder), "--yes"])
+    done = CliRunner().invoke(app, ["cache", "clear", "--cache", str(folder), "--yes"])
     assert done.exit_code == 0, done.exception
 
 
@@ -250,7 +250,7 @@ def test_after_gc_twenty_thousand_salts_that_nothing_is_kept_for_take_nothing(tm
                 [(*fields, f"{number:064}:plain", f"salt-{number}") for number in range(20_000)],
             )
         assert catalog_bytes(folder) > 20 * empty
-        done = CliRunner().invoke(app, ["cache", "gc", "--folder", str(folder)])
+        done = CliRunner().invoke(app, ["cache", "gc", "--cache", str(folder)])
         assert done.exit_code == 0, done.exception
         assert catalog_bytes(folder) <= 1.2 * live_bytes(folder) <= 1.5 * empty
         assert load(store, numbers(1, 100)) == 100

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rekindle.cli.cache import Folder, KeyFile, is_unused, open_cache
+from rekindle.cli.cache import RENAMED, Folder, KeyFile, is_unused, open_cache
 from rekindle.cli.options import AsJson, command_group, print_listing
 from rekindle.core.scope import Scope, scope_of
 from rekindle.settings import Settings
@@ -16,7 +16,7 @@ from rekindle.settings import Settings
 if TYPE_CHECKING:
     from rekindle.apps import App
 
-apps = command_group("apps", "List the apps that send requests, set their states, watch their processes.")
+apps = command_group("apps", "List the apps that send requests, set their states, watch their processes.", RENAMED)
 
 Tenant = Annotated[str | None, typer.Option(help="The tenant of the apps; default: that of the settings.")]
 Salt = Annotated[str | None, typer.Option(help="The salt of the apps; default: that of the settings.")]

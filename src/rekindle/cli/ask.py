@@ -47,19 +47,19 @@ def ask(
 
     sampling["top_k"] = top_k  # of passages
     options = {**sampling, "retrieval": retrieval}
-    printer = ReplyPrinter(STARTED, silent=json)
-    result = stored_answer(question, model, loading, options)
-    if result is not None:
-        printer.take({"text": result["answer"]["text"]})
-    else:
-        with open_runner(model, loading, daemon) as runner:
-            job = {"kind": "ask", "question": question, "options": options, "spelled": verbose}
-            result = runner.run(job, printer.take)
+    with ReplyPrinter(STARTED, silent=json) as printer:
+        result = stored_answer(question, model, loading, options)
+        if result is not None:
+            printer.take({"text": result["answer"]["text"]})
+        else:
+            with open_runner(model, loading, daemon) as runner:
+                job = {"kind": "ask", "question": question, "options": options, "spelled": verbose}
+                result = runner.run(job, printer.take)
     answer = result["answer"]
     if json:
         print_json({"model": result["model"], **answer})
         return
-    typer.echo("\n")
+    typer.echo()
     show_sources(answer["sources"], whole=sources)
     if verbose:
         show_reuse(answer["reuse"], result["reuse"], result["spelled"])

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,9 +39,10 @@ from rekindle.settings import Settings
 if TYPE_CHECKING:
     from rekindle.store.disk import DiskStore
 
-cache = command_group("cache", "List, check, prune, export the cache.")
+RENAMED = {"folder": "cache"}
+cache = command_group("cache", "List, check, prune, export the cache.", RENAMED)
 
-Folder = Annotated[Path | None, typer.Option("--folder", "-C", help="The cache folder; default: the user's own.")]
+Folder = Annotated[Path | None, typer.Option("--cache", "-C", help="The cache folder; default: the user's own.")]
 KeyFile = Annotated[Path | None, typer.Option(help="The key file of a cache with keyed digests.")]
 Entries = Annotated[list[str], typer.Argument(metavar="ENTRY...", help="Entries, by a prefix of their names.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
@@ -57,10 +58,11 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
     if not is_unused(folder):
         with open_cache(folder, key_file) as store:
             entries = report.entries(store)
-    now = time.time()
+    now, adapters = time.time(), adapter_names(one.kv_space.adapter for one in entries)
     columns: dict[str, Callable[[report.CacheEntry], object]] = {
         "entry": lambda one: one.extent.name[:8],
         "model": lambda one: one.kv_space.title,
+        "adapter": lambda one: adapters.get(one.kv_space.adapter or "", ""),
         "tokens": lambda one: f"{one.extent.depth * 32}+{one.extent.tokens}",
         "size": lambda one: human_bytes(one.extent.size_bytes),
         "coding": lambda one: one.extent.coding,
@@ -95,8 +97,10 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
         }
         models = report.by_kv_space(store)
         entries = report.entries(store)
+    names = adapter_names(model["adapter"] for model in models)
     for model in models:
         model["room_tokens"] = room_bytes // model.pop("token_bytes")
+        model["adapter_name"] = names.get(model["adapter"] or "")
     best = [entry.as_dict() for entry in sorted(entries, key=lambda entry: -entry.extent.saved_ms)[:10]]
     if json:
         print_json({**found, "models": models, "best": best})
@@ -128,7 +132,7 @@ def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list
         ["model", "adapter", "tenant", "entries", "tokens", "size", "saved", "room for"],
         [
             [
-                *(m["model"] or m["identity"][:8], m["adapter"] or "-", m["tenant"]),
+                *(m["model"] or m["identity"][:8], m["adapter_name"] or "-", m["tenant"]),
                 *(str(m["entries"]), str(m["tokens"]), human_bytes(m["bytes"]), f"{m['saved_ms'] / 1000:.1f} s"),
                 count_of(m["room_tokens"], "token"),
             ]
@@ -176,7 +180,7 @@ def check(
         print_json(asdict(found))
     else:
         for problem in found.problems:
-            typer.echo(f"{problem.kind}: {problem.entry}: {problem.what}")
+            typer.echo(f"{problem.entry}: {problem.what}")
         done = "fixed" if fix else "`rekindle cache check --fix` removes them"
         verdict = f"{count_of(len(found.problems), 'problem')}; {done}" if found.problems else "no problems"
         typer.echo(f"{_entries(found.entries)}, {human_bytes(found.size_bytes)}: {verdict}")
@@ -289,7 +293,7 @@ def open_cache(
 
     place = folder or chosen_folder()
     if not may_hold_cache(place):
-        raise CacheUnusable(f"There is no cache in {place}. Run a prompt first, or name another folder with --folder.")
+        raise CacheUnusable(f"There is no cache in {place}. Run a prompt first, or name another folder with --cache.")
     # The limit belongs to the process that uses the cache; looking at it here must not evict anything.
     store = DiskStore(place, StoreSettings(disk_limit=limit, killed_ttl_seconds=None, key=_key(key_file)))
     try:
@@ -320,6 +324,20 @@ def _key(path: Path | None) -> bytes | None:
 
 def _entries(count: int) -> str:
     return count_of(count, "entry", "entries")
+
+
+def adapter_names(digests: Iterable[str | None]) -> dict[str, str]:
+    """What people call the adapters with these digests: their registered name, else the beginning of the digest."""
+    from rekindle.engine.lora_files import read_adapter
+    from rekindle.errors import ModelError
+    from rekindle.models.adapter_registry import entries
+
+    names = {digest: digest[:8] for digest in digests if digest}
+    for entry in entries() if names else ():
+        with suppress(ModelError):
+            digest = read_adapter(entry.path, entry.scale).digest
+            names |= {digest: entry.name} if digest in names else {}
+    return names
 
 
 def _age(seconds: float) -> str:

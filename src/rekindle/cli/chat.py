@@ -20,6 +20,7 @@ from rekindle.cli.options import (
     loading_options,
     print_json,
     read_document,
+    read_standard_input,
     sampling_options,
     takes,
 )
@@ -109,19 +110,18 @@ class _Conversation:
         lead = [{"role": "system", "content": self._system}] if self._system else []
         asked = {"role": "user", "content": line}
         job = {"kind": "generate", "prompt": [*lead, *self._turns, asked], "options": self._options}
-        printer = ReplyPrinter(time.perf_counter(), silent=self._json)
         try:
-            result = self._runner.run(job, printer.take)
-            if self._json:
-                print_json(result["reply"])
-            else:
-                typer.echo()
-                printer.print_footer(result, result["reply"])
+            with ReplyPrinter(time.perf_counter(), silent=self._json) as printer:
+                result = self._runner.run(job, printer.take)
+                if self._json:
+                    print_json(result["reply"])
+                else:
+                    printer.print_footer(result, result["reply"])
         except RequestError as error:  # this message cannot be answered; the next one may
             typer.echo(f"error: {error}", err=True)
             return
         except (KeyboardInterrupt, Cancelled):
-            typer.echo(" [stopped]", err=True)
+            typer.echo("[stopped]", err=True)
         if printer.text:
             self._turns += [asked, {"role": "assistant", "content": printer.text}]
 
@@ -133,7 +133,7 @@ def run(
     sampling: dict[str, Any],
     loading: dict[str, Any],
     daemon: dict[str, Any],
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt. What is piped in stands before it.")] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Put this file before the prompt: a text, or what ingest reads.")
     ] = None,
@@ -145,18 +145,17 @@ def run(
     from rekindle.cli.runner import ReplyPrinter, open_runner
 
     request = prompt_of(prompt, file, raw=raw, system=system)
-    printer = ReplyPrinter(STARTED, silent=json)
-    with open_runner(model, loading, daemon) as runner:
-        result = runner.run({"kind": "generate", "prompt": request, "options": sampling}, printer.take)
-    if json:
-        print_json({"model": result["model"], **result["reply"]})
-    else:
-        typer.echo()
-        printer.print_footer(result, result["reply"])
+    with ReplyPrinter(STARTED, silent=json) as printer:
+        with open_runner(model, loading, daemon) as runner:
+            result = runner.run({"kind": "generate", "prompt": request, "options": sampling}, printer.take)
+        if json:
+            print_json({"model": result["model"], **result["reply"]})
+        else:
+            printer.print_footer(result, result["reply"])
 
 
 def prompt_of(prompt: str | None, file: Path | None, *, raw: bool, system: str | None) -> PromptLike:
-    """The prompt that options mean. Raises `InvalidPrompt`."""
+    """The prompt that options and standard input mean. Raises `InvalidPrompt`."""
     text = _read_prompt(prompt, file)
     if raw and system is not None:
         raise InvalidPrompt("--raw leaves out the chat template, which --system needs. Use one of them.")
@@ -165,12 +164,12 @@ def prompt_of(prompt: str | None, file: Path | None, *, raw: bool, system: str |
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The file, then what is piped in, then the prompt."""
     parts = [] if file is None else [read_document(file)]
-    if prompt == "-" or (prompt is None and file is None):
-        try:
-            parts.append(sys.stdin.buffer.read().decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise InvalidPrompt(f"Standard input is not UTF-8 text: byte {error.start}. Convert it first.") from None
-    elif prompt is not None:
+    piped = sys.stdin is not None and not sys.stdin.isatty()
+    if prompt == "-" or (str(file) != "-" and (piped or (prompt is None and file is None))):
+        text = read_standard_input()
+        parts += [text] if text.strip() else []
+    if prompt not in (None, "-"):
         parts.append(prompt)
     return "\n\n".join(parts)

@@ -66,7 +66,7 @@ def examine() -> dict[str, Any]:
     from rekindle.models.registry import entries
     from rekindle.session.calibrate.calibration import calibrated_parts
 
-    here = describe_machine()
+    here, chosen = describe_machine(), Settings.load().cache
     home = home_folder()
     existing = next(path for path in (home, *home.parents) if path.exists())
     engines, choices = _engines()
@@ -80,7 +80,7 @@ def examine() -> dict[str, Any]:
         "memory_bytes": here["memory_bytes"],
         "memory_free_bytes": psutil.virtual_memory().available,
         "models_folder": str(models_folder()),
-        "cache_folder": str(cache_folder()),
+        "cache_folder": str(cache_folder() if chosen is None else chosen),
         "disk_free_bytes": shutil.disk_usage(existing).free,
         "models": [entry.name for entry in models],
         "calibrated": {entry.name: calibrated_parts(entry.name) for entry in models if entry.kind == "decoder"},

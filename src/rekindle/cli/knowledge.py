@@ -62,9 +62,9 @@ def ingest(
     splitting = Splitting(size, by, overlap)  # type: ignore[arg-type]
     with open_knowledge(settings) as libraries:
 
-        def once(some: list[str]) -> IngestResult:
+        def once(some: list[str], *, watched: bool = False) -> IngestResult:
             with _progress() as report:
-                done = libraries.ingest(some, splitting=splitting, app=owner, report=report)
+                done = libraries.ingest(some, splitting=splitting, app=owner, report=report, watched=watched)
             if json:
                 print_json({**asdict(done), "problems": [asdict(problem) for problem in done.problems]})
             else:
@@ -360,15 +360,15 @@ def _documents(documents: int, passages: int) -> str:
     return f"{count_of(documents, 'document')} with {count_of(passages, 'passage')}"
 
 
-def _watch(paths: list[str], once: Callable[[list[str]], IngestResult]) -> None:
+def _watch(paths: list[str], once: Callable[..., IngestResult]) -> None:
     """Ingest everything, then what changes, until Ctrl-C."""
     from rekindle.cli.console import notes
     from rekindle.knowledge.paths import watch_changes
 
     notes.print("watching; stop with Ctrl-C", style="dim")
     try:
-        for some in watch_changes(paths):
-            once(some)
+        for number, some in enumerate(watch_changes(paths)):
+            once(some, watched=number > 0)
     except ImportError as error:
         raise ExtraMissing('--watch needs: pip install "rekindle-llm[knowledge]"') from error
     except KeyboardInterrupt:

@@ -12,21 +12,27 @@ import functools
 import inspect
 import json
 import os
+import sys
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from rekindle import __version__
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt, why_unreadable
-from rekindle.settings import ENGINE_SETTINGS, SETTINGS, names_in
+from rekindle.settings import ENGINE_SETTINGS, GROUPS, SETTINGS, names_in
 from rekindle.settings.setting import PREFIX, Setting
 from rekindle.text.visible import printable
 
+_SILENT_SECONDS = 1.0  # before standard input is waited for visibly
+
 Group = Callable[..., dict[str, Any]]
 _Item = TypeVar("_Item")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -68,11 +74,28 @@ def settings_options(names: Iterable[str]) -> Group:
     return given
 
 
+# Settings that people choose on a command line; the help of a command has the others under headings.
+_FREQUENT = ("engine", "device", "context", "threads", "adapter", "cache", "reuse", "disk_limit", "answers", "host",
+             "port", "model_memory", "keep_alive", "daemon")  # fmt: skip
+
+
 def _parameter(setting: Setting) -> inspect.Parameter:
-    """A setting as a typer option. Choices are only shown here; the settings model checks them."""
-    flags = f"{setting.flag}/--no-{setting.flag[2:]}" if setting.type is bool else setting.flag
-    default = str(setting.default) if setting.default else False
-    option = typer.Option(flags, help=setting.doc, metavar="|".join(setting.choices) or None, show_default=default)
+    """A setting as a typer option. Choices are only shown and completed here; the settings model checks them."""
+
+    def complete(incomplete: str) -> list[str]:
+        from rekindle.models.adapter_registry import entries
+
+        values = [entry.name for entry in entries()] if setting.name == "adapter" else setting.choices
+        return [value for value in values if value.startswith(incomplete)]
+
+    option = typer.Option(
+        f"{setting.flag}/--no-{setting.flag[2:]}" if setting.type is bool else setting.flag,
+        help=setting.doc,
+        metavar="|".join(setting.choices) or None,
+        show_default=str(setting.default) if setting.default else False,
+        autocompletion=complete if setting.choices or setting.name == "adapter" else None,
+        rich_help_panel=None if setting.name in _FREQUENT else GROUPS[setting.group],
+    )
     kind = list[str] if setting.type is list else setting.type
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
@@ -88,16 +111,23 @@ daemon_options = settings_options(["daemon", "keep_alive"])
 library_options = settings_options(["cache", *names_in("library"), "key_file", "tenant", "cache_salt"])
 
 
+_SAMPLING = "Sampling"  # a heading of the help
+
+
 def sampling_options(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="The longest reply, in tokens.")
     ] = DEFAULT_MAX_TOKENS,
-    min_tokens: Annotated[int, typer.Option(help="The shortest reply, in tokens.")] = 0,
+    min_tokens: Annotated[int, typer.Option(help="The shortest reply, in tokens.", rich_help_panel=_SAMPLING)] = 0,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.", rich_help_panel=_SAMPLING)] = None,
     top_p: Annotated[float, typer.Option(help="Only the likeliest tokens with this share of the probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Only tokens this share as likely as the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 avoids repetition.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Only tokens this share as likely as the likeliest.", rich_help_panel=_SAMPLING)
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 avoids repetition.", rich_help_panel=_SAMPLING)
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text. Repeatable.")] = None,
 ) -> dict[str, Any]:
@@ -138,16 +168,35 @@ def takes(without: Container[str] = (), **groups: Group) -> Callable[[Callable[.
 
 
 def read_document(path: Path) -> str:
-    """The text of a document, read as `rekindle ingest` reads it; what is left out is one line on standard error.
+    """The text of a document, read as `rekindle ingest` reads it; what is left out is one line on standard error. `-`
+    is standard input.
 
-    Raises `UnreadableDocument` or `ExtraMissing`.
+    Raises `UnreadableDocument`, `ExtraMissing` or `InvalidPrompt`.
     """
     from rekindle.knowledge.read.file import read_file_text
 
+    if str(path) == "-":
+        return read_standard_input()
     found = read_file_text(path)
     for problem in found.problems:
         typer.echo(f"note: {printable(problem.reason)}", err=True)
     return found.text
+
+
+def read_standard_input() -> str:
+    """All of standard input, if there is one. While it stays open and silent, a note says how it ends."""
+    if sys.stdin is None:
+        return ""
+    how = "Ctrl-Z and Enter end it" if sys.platform == "win32" else "Ctrl-D ends it"
+    note = threading.Timer(_SILENT_SECONDS, typer.echo, [f"note: reading standard input; {how}."], {"err": True})
+    note.daemon = True
+    note.start()
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"Standard input is not UTF-8 text: byte {error.start}. Convert it first.") from None
+    finally:
+        note.cancel()
 
 
 def _read_utf8(path: Path) -> str:
@@ -212,7 +261,28 @@ def _parse(text: str, where: str) -> PromptLike:
     return value
 
 
-app = typer.Typer(
+class _CommandWithHeadings(TyperCommand):
+    """Shows its options under headings, those without one first; typer itself does so only in help that is slow."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        headings: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            heading = getattr(parameter, "rich_help_panel", None) or kind
+            if (record := parameter.get_help_record(ctx)) is not None:
+                headings.setdefault(heading, []).append(record)
+        for heading, records in headings.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+class _App(typer.Typer):
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
+        return super().command(name, **{"cls": _CommandWithHeadings, **settings})
+
+
+app = _App(
     name="rekindle",
     help="A language model on your own machine that does not prefill the same context twice.",
     no_args_is_help=True,
@@ -222,9 +292,17 @@ app = typer.Typer(
 )
 
 
-def command_group(name: str, help: str) -> typer.Typer:
-    """The commands `rekindle NAME ...`."""
-    group = typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
+def command_group(name: str, help: str, renamed: Mapping[str, str] | None = None) -> typer.Typer:
+    """The commands `rekindle NAME ...`. `renamed` options still work under their old name, and a note says the new."""
+
+    def new_name(option: str) -> str:
+        now = (renamed or {}).get(option, option)
+        if now != option:
+            typer.echo(f"note: --{option} is called --{now} now; the next version knows only that.", err=True)
+        return now
+
+    settings = {"token_normalize_func": new_name}
+    group = _App(help=help, no_args_is_help=True, rich_markup_mode=None, context_settings=settings)
     app.add_typer(group, name=name)
     return group
 
@@ -263,11 +341,12 @@ def print_table(
     """A table on standard output; numbers align right. Without rows only the sentence `empty`, if one is given.
 
     Cells wrap between words, but those of a column "what" stay in one line; columns without a text are left out. Where
-    even that does not fit, paths lose their first folders on a terminal; elsewhere the table gets wider. No word is
-    broken.
+    even that does not fit, on a terminal paths lose their first folders, then each row takes several lines; elsewhere
+    the table gets wider. No word is broken.
     """
     from rich.console import Console  # slow to import
     from rich.markup import escape
+    from rich.padding import Padding
     from rich.table import Table
 
     if not rows and empty is not None:
@@ -282,15 +361,23 @@ def print_table(
     if console.is_terminal and (excess := sum(widths) + gaps - console.width) > 0:
         rows = _with_short_paths(rows, max(widths) - excess)
         widths = _fitting_widths([columns, *rows], whole, console.width - gaps)
-    console.width = max(console.width, sum(widths) + gaps)
+    lines = _fold(widths, console.width) if console.is_terminal else [range(len(widths))]
+    console.width = max([console.width, *(_GAP * len(line) + sum(widths[index] for index in line) for line in lines)])
     if title is not None:
         console.print(escape(title), style="italic", soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, cells, number in zip(columns, widths, numeric, strict=True):
-        table.add_column(name, justify="right" if number else "left", width=cells)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
+
+    def show(line: Sequence[int], some: Sequence[Sequence[str]], style: str) -> Table:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for index in line:
+            table.add_column(justify="right" if numeric[index] else "left", width=widths[index])
+        for row in some:
+            table.add_row(*(escape(row[index]) for index in line), style=style)
+        return table
+
+    blocks = [rows] if len(lines) == 1 else [[row] for row in rows]
+    for block, style in [([columns], "bold"), *((block, "") for block in blocks if block)]:
+        for number, line in enumerate(lines):
+            console.print(Padding(show(line, block, style), (0, 0, 0, _GAP * (number > 0))))
 
 
 def print_listing(
@@ -323,6 +410,19 @@ def _fitting_widths(rows: Sequence[Sequence[str]], whole: Sequence[bool], room: 
         widest = max((index for index in range(len(widths)) if widths[index] > least[index]), key=widths.__getitem__)
         widths[widest] -= 1
     return widths
+
+
+def _fold(widths: Sequence[int], room: int) -> list[Sequence[int]]:
+    """The columns of each line of a row; all lines but the first are indented."""
+    lines: list[list[int]] = [[]]
+    used = 0
+    for index, width in enumerate(widths):
+        if lines[-1] and used + _GAP + width > room:
+            lines.append([])
+            used = _GAP
+        used += width + _GAP * bool(lines[-1])
+        lines[-1].append(index)
+    return list(lines)
 
 
 def _with_short_paths(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:

@@ -22,7 +22,7 @@ from rekindle.cli.options import (
     read_prompts,
     takes,
 )
-from rekindle.core.request import Request
+from rekindle.core.request import Request, as_messages
 from rekindle.core.size import count_of, human_bytes
 from rekindle.errors import InvalidPrompt, InvalidSetting
 from rekindle.safe_read import read_secret_file
@@ -140,7 +140,8 @@ def check(
     from rekindle.session.session import Session
 
     wanted = prompt is not None or file is not None
-    request = Request.of(prompt_of(prompt if wanted else "Hello", file, raw=raw, system=system), max_tokens=0)
+    asked = prompt_of(prompt, file, raw=raw, system=system) if wanted else as_messages("Hello")
+    request = Request.of(asked, max_tokens=0)
     with progress(model) as report, Session(model, **loading, origin=url, progress=report) as session:
         remote, encoded = session.cache.remote, encode_prompt(session.engine, request)
         assert isinstance(remote, RemoteKv)

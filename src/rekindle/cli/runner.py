@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,7 +20,8 @@ from rekindle.daemon.client import DaemonClient, is_running
 from rekindle.daemon.private_socket import SUPPORTED
 from rekindle.daemon.spec import DaemonSpec
 from rekindle.errors import RekindleError
-from rekindle.settings import CommandSettings, Settings
+from rekindle.models.sources import name_of
+from rekindle.settings import SETTINGS, CommandSettings, Settings
 
 if TYPE_CHECKING:
     from rekindle.daemon.jobs import Event, Job, JobRunner, Send
@@ -30,7 +35,7 @@ _LONG_SECONDS = 1.0  # a wait worth a sentence of advice
 def open_runner(model: str, loading: dict[str, Any], daemon: dict[str, Any]) -> Iterator[JobRunner]:
     """Runs jobs on a model. `loading` and `daemon` are the options that were given."""
     settings = Settings.load(loading)
-    with waiting(model) as (report, line), ExitStack() as opened:
+    with waiting(model) as (report, line), ExitStack() as opened, _naming_as_typed(model, settings):
         runner = _in_daemon(model, settings, daemon, report) or _InProcess(model, loading, report, opened)
         yield WaitedFor(runner, line)
 
@@ -54,6 +59,21 @@ class WaitedFor:
             return self._runner.run(job, take)
         finally:
             self._line.clear()
+
+
+@contextmanager
+def _naming_as_typed(model: str, settings: Settings) -> Iterator[None]:
+    """Errors name files as the user did: the background process, whose current folder is another, gets whole paths."""
+    try:
+        yield
+    except RekindleError as error:
+        adapter = (settings.adapter or "").partition("=")[2].partition(",scale=")[0]
+        files = [value for name, value in asdict(settings).items() if SETTINGS[name].is_path and value]
+        message = str(error)
+        for path in filter(None, [model, adapter, *files]):
+            message = path.join(re.split(rf"{re.escape(str(Path(path).absolute()))}(?![\w-])", message))
+        error.args = (message,)
+        raise
 
 
 def stored_answer(question: str, model: str, loading: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
@@ -82,7 +102,10 @@ def _in_daemon(model: str, settings: Settings, daemon: dict[str, Any], report: P
     if not (SUPPORTED and CommandSettings.load(given).daemon) or seconds == 0:
         return None
     try:
-        return DaemonClient(DaemonSpec.of(model, settings), seconds, report)
+        spec = DaemonSpec.of(model, settings)
+        if not is_running(spec):
+            name_of(model)  # a typo is found before a model that is loaded leaves for the one that is not there
+        return DaemonClient(spec, seconds, report)
     except OSError as error:
         notes.print(f"The model does not stay loaded in the background: {error}.", style="dim", soft_wrap=True)
         return None
@@ -107,26 +130,56 @@ class _InProcess:
         return {**run_job(self._session, job, send), "load_seconds": seconds if first else None}
 
 
-class ReplyPrinter:
-    """Prints the pieces of a reply as they come, and measures how long the user waited for the first."""
+class ReplyPrinter(logging.Handler):
+    """Prints the pieces of a reply as they come, and measures how long the user waited for the first.
+
+    Inside its block, warnings are lines of their own on standard error: before the reply, else behind it.
+    """
 
     def __init__(self, started: float, *, silent: bool) -> None:
         """`started`: when the user asked, by `time.perf_counter`."""
+        super().__init__(logging.WARNING)
         self._started = started
         self._silent = silent
         self._seconds: float | None = None
+        self._in_line = False
+        self._waiting: list[str] = []
         self.text = ""
+
+    def __enter__(self) -> ReplyPrinter:
+        logging.getLogger("rekindle").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_line()
+        logging.getLogger("rekindle").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning, once the line that is being written has ended."""
+        self._waiting.append(f"note: {record.getMessage()}")
+        if not self._in_line:
+            self.end_line()
 
     def take(self, event: Event) -> None:
         """An event of the job."""
         if self._seconds is None:
             self._seconds = time.perf_counter() - self._started
         self.text += event["text"]
-        if not self._silent:
+        if not self._silent and event["text"]:
+            self._in_line = True
             typer.echo(event["text"], nl=False)
+
+    def end_line(self) -> None:
+        """End the reply's last line, if one is open, and print the warnings that waited for it."""
+        if self._in_line:
+            typer.echo()
+        self._in_line = False
+        while self._waiting:
+            typer.echo(self._waiting.pop(0), err=True)
 
     def print_footer(self, result: dict[str, Any], reply: dict[str, Any]) -> None:
         """Where the wait went, and what would shorten its larger part."""
+        self.end_line()
         first_token = reply["timings"].get("first_token_seconds")
         if first_token is None:  # a server's: its model is loaded
             notes.print(result["summary"], style="dim", soft_wrap=True)

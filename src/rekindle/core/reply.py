@@ -212,7 +212,7 @@ class OriginFinding:
 
     def __str__(self) -> str:
         if self.miss is not None:
-            return f"{self.miss}: {ORIGIN_MISSES[self.miss]}"
+            return ORIGIN_MISSES[self.miss]
         return f"{count_of(self.tokens, 'token')}, {self.level}, {human_bytes(self.size_bytes)}"
 
 
@@ -375,10 +375,11 @@ class Reply:
         reused = f"{usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens reused"
         out = f"{count_of(usage.completion_tokens, 'token')} out"
         out += f" ({usage.drafted_tokens} drafted)" if usage.drafted_tokens else ""
+        wanted = self.tokens or self.finish_reason != "length"  # with max_tokens=0 a prompt is only read
         parts = [
-            f"first token {self.timings.first_token_seconds:.3f} s",
+            f"{'first token' if wanted else 'prompt read in'} {self.timings.first_token_seconds:.3f} s",
             f"{reused} ({', '.join(how)})" if how else reused,
-            out if rate is None else f"{out}, {rate:.1f} tokens/s",
+            (out if rate is None else f"{out}, {rate:.1f} tokens/s") if wanted else "no reply was wanted",
         ]
         if usage.dropped_messages:
             parts.append(f"{count_of(usage.dropped_messages, 'oldest message')} left out")

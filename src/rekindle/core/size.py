@@ -68,21 +68,27 @@ def count_of(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
-def parse_duration(text: str) -> float:
-    """Seconds of "90s", "30m", "12h", "7d", or a plain number of seconds."""
+def parse_duration(text: str, setting: str = "") -> float:
+    """Seconds of "90s", "30m", "12h", "7d", or a plain number of seconds. Raises `InvalidSetting`, which names the
+    setting."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", text)
     if found is None:
-        raise InvalidSetting(f"{text!r} is not a time. Write 90s, 30m, 12h or 7d.")
+        named = f"{setting}={text!r}" if setting else repr(text)
+        raise InvalidSetting(f"{named} is not a time. Write 90s, 30m, 12h or 7d.")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
 def keep_alive_seconds(given: str | float) -> float | None:
     """keep_alive as Ollama has it: seconds, or "5m"; negative means for ever (None)."""
-    if isinstance(given, str):
-        return None if given.strip().startswith("-") else min(parse_duration(given), threading.TIMEOUT_MAX)
-    if not -math.inf < given < math.inf:
-        raise InvalidSetting(f"keep_alive={given!r} makes no sense. Use 30s, 5m, or -1 for ever.")
-    return None if given < 0 else float(min(given, threading.TIMEOUT_MAX))
+    try:
+        seconds = parse_duration(given.strip().removeprefix("-")) if isinstance(given, str) else given
+    except InvalidSetting:
+        seconds = math.nan
+    if not -math.inf < seconds < math.inf:
+        raise InvalidSetting(
+            f"keep_alive={given!r} is not a time. Use 30s, 5m, 0 to free the model at once, or -1 to keep it."
+        )
+    return None if str(given).strip().startswith("-") else float(min(seconds, threading.TIMEOUT_MAX))
 
 
 def human_duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ reported at the end and stops nothing.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from rekindle.core.size import count_of
 from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import ExtraMissing, InvalidPrompt, RekindleError, UnreadableDocument, why_unreadable
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.paths import FoundFiles, find_files, is_there
+from rekindle.knowledge.paths import FoundFiles, absolute, find_files, is_there
 from rekindle.knowledge.read.clean_text import ReadProblem
 from rekindle.knowledge.read.file import read_file
 from rekindle.knowledge.retrieve import to_stored
@@ -98,22 +99,28 @@ class Ingester:
         self._waiting: list[SplitDocument] = []
         self._files_done = self._files = 0
 
-    def ingest(self, paths: Sequence[str | Path]) -> IngestResult:
+    def ingest(self, paths: Sequence[str | Path], *, watched: bool = False) -> IngestResult:
         """Ingest files, folders and patterns. Documents whose files vanished from a folder are removed.
 
-        Raises `UnreadableDocument` if no path was named, and what the library raises.
+        `watched`: the paths are changes that a watch saw, so a file may be gone again. Raises `UnreadableDocument`
+        before anything is read if no path was named or one does not exist and never did, and what the library raises.
         """
         started = time.perf_counter()
-        self.embed_missing()
         found = find_files(paths)
+        known = self._library.files()
+        missing = [path for path in found.missing if not _knows(found, path, known)]
+        typed = {absolute(os.fspath(path)): path for path in paths}
+        if nowhere := [path for path in missing if str(path) not in found.patterns and not watched]:
+            raise UnreadableDocument(
+                " ".join(f"There is no file or folder {str(typed[path])[:200]}." for path in nowhere)
+            )
+        self.embed_missing()
         self._done.problems += found.problems
         self._done.skipped += map(str, found.skipped)
         self._files = len(found.files)
-        known = self._library.files()
-        missing = [path for path in found.missing if not _knows(found, path, known)]
         for path in missing:
-            lacks = f"No file matches {path}." if str(path) in found.patterns else f"There is no file or folder {path}."
-            self._done.problems.append(ReadProblem(str(path), lacks))
+            if str(path) in found.patterns:
+                self._done.problems.append(ReadProblem(str(typed[path]), f"No file matches {typed[path]}."))
         for path in found.files:
             self._report_progress(path.name)
             self._file(path, known.get(str(path)))

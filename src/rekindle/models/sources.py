@@ -208,6 +208,14 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
     raise ModelNotFound(_say_missing(spec, source))
 
 
+def model_folder(spec: str) -> Path:
+    """The folder of a model in Hugging Face form, for `from_pretrained` of transformers. Raises as `find` does."""
+    files = find(spec)
+    if not files.converted:
+        raise ModelNotFound(f"{spec} is not here in Hugging Face form. Get it with: rekindle pull {spec}")
+    return files.folder
+
+
 def name_of(spec: str) -> str:
     """The name of a model before it is loaded, also if it is pulled only then. Raises as `find` does for others."""
     try:
@@ -284,7 +292,7 @@ def gguf_files(path: Path, name: str | None = None) -> ModelFiles:
 
     A link keeps its own name, which says more than that of a blob in a cache, unless only its target's shows the split.
     """
-    target = path.resolve()
+    given, target = path, path.resolve()
     if len(part_names(path.name)) > 1 or len(part_names(target.name)) == 1:
         target = path.parent.resolve() / path.name
     path = target.with_name(part_names(target.name)[0])
@@ -292,7 +300,7 @@ def gguf_files(path: Path, name: str | None = None) -> ModelFiles:
     files = ModelFiles(name, path.parent, path)
     missing = [part for part in files.parts if not is_file(part)]
     if len(missing) == len(files.parts):
-        raise ModelNotFound(f"There is no file {path}.")
+        raise ModelNotFound(f"There is no file {given}.")
     if missing:
         raise BrokenModel(
             f"{path} is one of {len(files.parts)} parts, and {missing[0].name} is not beside it. "

@@ -185,11 +185,13 @@ class Knowledge:
         tenant: str | None = None,
         cache_salt: str | None = None,
         report: Callable[[IngestProgress], None] | None = None,
+        watched: bool = False,
     ) -> IngestResult:
         """Put files, or documents that are given, into the library; what is in it already costs next to nothing.
 
-        Files that were in one of the folders and are gone are removed, with their KV. Raises `KnowledgeError`,
-        `InvalidPrompt` and `InvalidSetting`; a file that cannot be read is among the result's problems.
+        Files that were in one of the folders and are gone are removed, with their KV. Raises `KnowledgeError`, also for
+        a path that does not exist unless a watch saw it (`watched`), `InvalidPrompt` and `InvalidSetting`; a file that
+        cannot be read is among the result's problems.
         """
         self.warn(tenant, cache_salt)
         named = [paths] if isinstance(paths, (str, Path)) else list(paths)
@@ -199,7 +201,7 @@ class Knowledge:
         if not named and not given:
             raise InvalidSetting("There is nothing to ingest. Name files or folders, or give documents.")
         if named:
-            ingester.ingest(named)
+            ingester.ingest(named, watched=watched)
         if given:
             ingester.ingest_documents(given)
         ingester.done.begun = int(is_first and ingester.done.added > 0)

@@ -112,7 +112,7 @@ class Session:
         parallel, stays = self.settings.parallel, self.settings.keep_alive
         if parallel is not None and parallel < 1:
             raise InvalidSetting(f"parallel={parallel} makes no sense. Use 1 or more, or leave it out.")
-        stays_seconds = None if stays is None else parse_duration(stays)
+        stays_seconds = None if stays is None else parse_duration(stays, "keep_alive")
         self._owns_engine = isinstance(model, (str, os.PathLike))
         self._resting: ReloadableEngine | None = None
         self._group = group

@@ -321,7 +321,10 @@ class ChatTokenizer(ABC):
 
     def _rendered(self, messages: Sequence[Message], how: TemplateOptions, hidden: _Hidden | None = None) -> _Chat:
         if self._render is None:
-            raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
+            raise InvalidPrompt(
+                "This model has no chat template: it can only continue a text. Use `rekindle run --raw`, "
+                "/v1/completions of a server, or a plain prompt in Python."
+            )
         hidden = hidden or _Hidden()
         shown = [self._shown(message, hidden) for message in messages]
         offered = [hidden.hide(tool.as_template_input(), self._control) for tool in how.get("tools", ())]

@@ -74,7 +74,7 @@ def read_file_text(path: Path) -> FileText:
     Raises `UnreadableDocument` if there is none, and `ExtraMissing` if its parser is not installed.
     """
     if (kind_of(path) or "txt") in _TEXTS:
-        return FileText(_source_text(path.absolute()))
+        return FileText(_source_text(path))
     found = list(read_file(path))
     problems = tuple(item for item in found if isinstance(item, ReadProblem))
     texts = [item.text for item in found if isinstance(item, Document)]
@@ -92,22 +92,21 @@ def read_file(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Document | 
 
     .jsonl and .mbox are streamed and may be of any size: their records are bounded. Other files may have `max_bytes`.
     """
-    path = path.absolute()
-    kind = kind_of(path) or "txt"
+    source, kind = str(path.absolute()), kind_of(path) or "txt"
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):  # opening a pipe would block
             raise UnreadableDocument(f"{path} is not a file: give the files in it, or a folder of them.")
         with path.open("rb") as file:
             if kind in _PIECEWISE:
-                yield from _named(str(path), _PIECEWISE[kind](str(path), file))
+                yield from _named(source, _PIECEWISE[kind](source, file))
                 return
             data = file.read(max_bytes + 1) if about.st_size <= max_bytes else None
     except OSError as error:
         raise UnreadableDocument(why_unreadable(path, error)) from error
     if data is None or len(data) > max_bytes:
-        raise UnreadableDocument(refusal_sentence(str(path), _too_large(max_bytes)))
-    yield from _named(str(path), _WHOLE[kind](str(path), data))
+        raise UnreadableDocument(refusal_sentence(source, _too_large(max_bytes)))
+    yield from _named(source, _WHOLE[kind](source, data))
 
 
 def _source_text(path: Path) -> str:
