@@ -681,16 +681,21 @@ def test_a_request_may_ask_for_chunk_reuse_on_an_exact_session_and_may_refuse_it
 
 
 @pytest.mark.measured_costs
-def test_passages_that_took_longer_than_computing_are_computed_until_tried_again(tmp_path: Path) -> None:
+def test_passages_that_took_longer_than_computing_are_computed_until_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with reusing(tmp_path / "cache") as session:
         warmed(session, [A, B])
         costs = session.cache.kv.costs = Costs(replace(FREE, compute=(0.0, 1e-3, 0.0), chunks=(0.0, 1.0)))
-        costs.reused_chunks(0.1, 10.0)
-        before = costs.rates.chunk_seconds(0.1)
+        for exponent in [*range(-40, 10)] * 3:
+            costs.reused_chunks(2.0**exponent, 100.0)
+        costs.computed(Span(0, 100), 0.1)
         done = prefill(session, asked([B, A]))
         assert_is_exact(done)
         assert done.reuse.miss == "slower"
-        assert before == pytest.approx(10.0) and costs.rates.chunk_seconds(0.1) < before
+        with monkeypatch.context() as patch:  # ten minutes later it is forgotten
+            patch.setattr("rekindle.cache.cost._is_young", lambda *_: False)
+            assert prefill(session, asked([C, B])).reuse.from_chunks > 0
 
 
 @pytest.mark.measured_costs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,15 @@ class AskedRequest:
 
 
 class FixedCosts(Costs):
-    """Costs that are what they are, however long a step takes here."""
+    """Costs that are what they are, however long a step takes here, and were measured for loads of these tokens."""
+
+    def __init__(self, rates: Rates, *tokens: int) -> None:
+        super().__init__(rates)
+        super().computed(Span(0, 100), rates.compute_seconds(Span(0, 100)))
+        for size_bytes in [count * LAYERS.layout.token_bytes for count in tokens] * 3:
+            self.loaded("disk", size_bytes, rates.load_seconds("disk", size_bytes))
 
     def computed(self, span: Span, seconds: float) -> None: ...
-
-    def refused(self, kinds: Iterable[str]) -> None: ...
 
 
 class Fleet:
@@ -237,7 +241,7 @@ def test_whole_blocks_where_loads_must_end_with_one(tmp_path: Path) -> None:
 
 def test_what_computes_faster_is_not_loaded(tmp_path: Path) -> None:
     slow = Rates((0.0, 1e-6, 0.0), {"memory": (1.0, 0.0), "disk": (1.0, 0.0), "coded": (1.0, 0.0)})
-    fleet = Fleet(tmp_path / "kv", FixedCosts(slow))
+    fleet = Fleet(tmp_path / "kv", FixedCosts(slow, 99))
     run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
     assert fleet.planner.matched(asked("again", 100), 0) == 0
     assert fleet.planner.take_counts() == {"refused_loads": 1}
@@ -247,7 +251,7 @@ def test_what_computes_faster_is_not_loaded(tmp_path: Path) -> None:
 def test_a_token_that_saves_no_step_is_not_loaded(tmp_path: Path) -> None:
     """The weights are read for the rest of the prompt anyway."""
     rates = Rates((10.0, 1e-3, 0.0), {"memory": (5e-3, 0.0), "disk": (5e-3, 0.0), "coded": (5e-3, 0.0)})
-    fleet = Fleet(tmp_path / "kv", FixedCosts(rates))
+    fleet = Fleet(tmp_path / "kv", FixedCosts(rates, 1, 99))
     run_prompt(fleet, asked("first", 100), (3, 9, 4, 7))
     assert fleet.planner.matched(AskedRequest("other", [1, *range(500, 599)], 100), 0) == 0
     assert fleet.planner.matched(asked("again", 100), 0) == 99

@@ -33,7 +33,9 @@ def test_it_is_warm_after_a_restart_by_the_costs_that_were_measured(tmp_path: Pa
 def test_were_computing_free_it_would_be_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def free(engine: Engine) -> Costs:
         costs = Costs(prior_rates(engine))
-        costs.computed(Span(0, 28_000), 1e-3)
+        costs.computed(Span(0, 28_000), 1e-6)
+        for size_bytes in [1 << binary for binary in range(10, 40)] * 3:
+            costs.loaded("disk", size_bytes, 1e-3)
         return costs
 
     asked(tmp_path / "cache", "Is it lit?")

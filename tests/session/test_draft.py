@@ -288,7 +288,7 @@ def test_steps_are_timed_for_later_drafts(tmp_path: Path) -> None:
         tokens = session.generate(PROMPT, **ENDLESS).tokens
         costs = session.cache.kv.costs = rates_of((1.0, 0.0, 0.0))
         session.generate(PROMPT, **ENDLESS, drafts=[[*tokens[:9], 5, 6, 7, 8, 9, 10]])
-        sizes = [row[1] for row in costs.as_json()["step"]]
+        sizes = [row[0] for row in costs.as_json()["step"]]
         assert max(sizes) > 1 and 0 < sizes.count(1.0) <= 8
 
 

@@ -212,9 +212,9 @@ def test_a_tier_that_loads_slower_than_computing_is_not_asked_nor_written(at: Op
     a, b = at("a"), at("b")
     for session in (a, b):
         session.cache.kv.costs = Costs(PRIOR_WITH_TIERS)
-        for tokens in (100, 1000, 10_000):
-            session.cache.kv.costs.loaded("redis", tokens * 10_000, tokens * 10.0)
-            session.cache.kv.costs.computed(Span(0, tokens), tokens * 1e-3)
+        session.cache.kv.costs.computed(Span(0, 1000), 1.0)
+        for size_bytes in [1 << binary for binary in range(10, 40)] * 3:
+            session.cache.kv.costs.loaded("redis", size_bytes, 1000.0)
     assert ask(a).text == right
     assert a.cache.store is not None
     assert set(a.cache.store.shared.outcomes) == {"unshared"}

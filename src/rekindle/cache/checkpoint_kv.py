@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -34,7 +35,7 @@ from rekindle.core.kv import PAGES, Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.engine.base import KvFeed
 from rekindle.errors import KvLost
-from rekindle.store.feed import StoredFeed
+from rekindle.store.feed import StoredFeed, TierLoad
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 
@@ -150,10 +151,17 @@ class CheckpointKv(StoredKv):
                 return _filled(feed, self.engine.layout).content(plan.reused), None
             return self._checkpoint(lookup, plan.reused), _kv_of(feed, self.engine.layout)
 
+        started = time.perf_counter()
         snapshot, kv = self.deadlines.ask(load, feed.timeout_seconds, work.cancelled)
         context.sequence.restore(snapshot, plan.reused, kv)
+        seconds = time.perf_counter() - started
         context.tokens, context.checkpoint_tokens = tuple(work.tokens[: plan.reused]), plan.reused
-        return replace(work.run(context, plan), load_seconds=feed.busy_seconds)
+        return replace(work.run(context, plan), load_seconds=seconds)
+
+    def _loads(self, feed: StoredFeed, lookup: CacheLookup, result: PrefillResult) -> list[TierLoad]:  # noqa: ARG002
+        """A checkpoint and the KV beside it are one load."""
+        (found,) = lookup.matches.stored
+        return [(found.tier, found.size_bytes, result.load_seconds)]
 
     def _checkpoint(self, lookup: CacheLookup, tokens: int) -> bytes:
         """The checkpoint after the first `tokens` tokens. Raises `KvLost` if it is gone."""

@@ -1,12 +1,13 @@
 """What things cost on this machine with this model: measured while working, remembered between runs.
 
-Computing `n` tokens after `c` others takes `fixed + per_token * n + per_pair * n * (c + n / 2)` seconds: weights are
-read once, each token is projected, each pair of tokens attends. Bringing KV takes `fixed + per_byte * bytes`, by tier;
-what is coded is counted as large as it is when it is decoded. A prompt with passages of other prompts takes
-`fixed + times * seconds` of its loads and passes: rotating keys, choosing tokens and reading attention take time, too.
-Before anything was measured, a prior decides: guesses from the model's size and the device, at which computing is fast
-and loading slow. Measurements of about one size scale the prior; with others the coefficients are fitted to the last
-measurements, never negative, small errors on short steps counting as much as large ones on long steps.
+Every cost is a formula times a measured number. The formula says how it grows: computing `n` tokens after `c` others is
+`fixed + per_token * n + per_pair * n * (c + n / 2)`, a load is `fixed + per_byte * bytes`. The number is the median of
+how many times longer than that the last twelve of about the same size took. Each is timed where it happens, by a clock
+of its own, and no single stall counts, wherever it happens.
+
+What was measured may refuse a load only while it is young: three of about its size, one of them in the last ten
+minutes. Otherwise the formula counts, with the speed at which a probe read (`store/probe`), and loads from memory and
+disk are tried. None of them is ever expected to take more than ten times what the probe took.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ import os
 import platform
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
-
-import numpy as np
 
 from rekindle.core.identity import digest_of_fields
 from rekindle.core.kv import Span
@@ -30,72 +29,84 @@ from rekindle.core.plan import Tier
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder, usable_cores
+from rekindle.store.probe import ReadSpeeds
 
-_MACHINES_AND_MODELS = 64  # whose costs are remembered
-
-_MEASUREMENTS = 48  # number of the last ones of each kind
-_FADE = 0.97  # each is worth this share of the next newer one
-_TELLING_BYTES = 1 << 20  # the time of a smaller load does not depend on its size
+_REMEMBERED = 64  # machines and models
+_LAST, _FEWEST = 12, 3  # measurements of one kind and size: so many are kept, and fewer refuse nothing
+_YOUNG_SECONDS = 600.0  # older ones refuse nothing either
 _MAX_AGE_SECONDS = 30 * 24 * 3600.0  # older ones are not remembered
-_HOPE = 0.7  # after each refusal, the next time is expected to take this share of the estimate
-_MAX_PATIENCE = 64  # refusals that count as one
-_CHANGED = 2.0  # times slower or faster than the others say: the machine has changed
-_NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
-_SIZES_APART = 4.0  # the largest measurement must be this many times the smallest to tell a fixed cost from the rest
+_SLOWEST = 10.0  # times what a probe takes
+_LEAST_BYTES = 4 << 20  # the time of a smaller load is mostly that of what happens around it
 
-# The prior: computing as on a fast machine (two cores reach 2.1e11 FLOP/s with float32, an H200 5.8e14 with bfloat16),
-# loads as on a slow one (46 MB take two cores 6 ms from memory and 24 ms from disk; 1 GB takes an H200 25 and 70 ms,
-# and 450 ms coded).
+# Computing as on a fast machine (two cores reach 2.1e11 FLOP/s with float32, an H200 5.8e14 with bfloat16).
 _CORE_FLOP, _ACCELERATOR_FLOP = 1e11, {4: 5e13, 2: 5e14, 1: 5e14}  # a second; of an accelerator by bytes of a number
 _CPU_WEIGHT_BYTES, _ACCELERATOR_WEIGHT_BYTES = 2e10, 3e12  # a second
+# Seconds of a load, and bytes a second: of memory and disk until a probe has read them, of the others until measured.
 _LOADS: dict[Tier, tuple[float, float]] = {
-    "memory": (2e-3, 4e9), "disk": (5e-3, 1e9), "coded": (1e-2, 3e8), "redis": (5e-3, 1e8), "s3": (1e-1, 5e7),
+    "memory": (2e-3, 8e9), "disk": (5e-3, 4e9), "coded": (1e-2, 3e8), "redis": (5e-3, 1e8), "s3": (1e-1, 5e7),
 }  # fmt: skip
-_DEVICE_LOADS: dict[Tier, tuple[float, float]] = {
-    "memory": (5e-3, 2e10), "disk": (2e-2, 5e9), "coded": (6e-2, 1.5e9), "redis": (2e-2, 1e9), "s3": (1e-1, 5e8),
-}  # fmt: skip
-_CHUNKS, _ACCELERATOR_CHUNKS = (5e-3, 1.5), (2.5e-2, 1.5)
-_FEW_TOKENS = 32.0  # a prefill of these shows what a single token costs
+_DECODED_ON_DEVICE = (6e-2, 1.5e9)
+_PROBED: tuple[Tier, ...] = ("memory", "disk")
+_CHUNKS, _ACCELERATOR_CHUNKS = (5e-3, 1.5), (2.5e-2, 1.5)  # rotating keys, choosing tokens and reading attention
 _STEP_TIMES = 4.0  # longer a token than in a prefill: products of a few rows are slow
-_WIDTHS: dict[str, int] = {"compute": 3, **dict.fromkeys(_LOADS, 2), "chunks": 2, "step": 3}  # features of each kind
+_AMOUNTS: dict[str, int] = {"compute": 2, "step": 2, **dict.fromkeys(_LOADS, 1), "chunks": 1}  # numbers of each kind
+
+Coefficients = tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The coefficients at one moment."""
+    """What things are expected to take at one moment."""
 
-    compute: tuple[float, ...]  # fixed, per token, per pair
-    load: Mapping[Tier, tuple[float, ...]]  # fixed, per byte
-    chunks: tuple[float, ...] = (0.0, 1.0)  # fixed, times the seconds of loads and passes
-    step: tuple[float, ...] = (1.0, 0.0, 0.0)  # fixed, per token, per pair: when a reply is decoded
+    compute: Coefficients  # fixed, per token, per pair
+    load: Mapping[Tier, Coefficients]  # fixed, per byte
+    chunks: Coefficients = (0.0, 1.0)  # fixed, times the seconds of loads and passes
+    step: Coefficients = (1.0, 0.0, 0.0)  # fixed, per token, per pair: when a reply is decoded
+    slowest: Mapping[Tier, float] = field(default_factory=dict)  # the most seconds a byte
+    measured: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # times that, by kind and size
 
     def compute_seconds(self, span: Span) -> float:
         """The time to compute a span whose predecessors are present."""
-        return _sum(self.compute, _work(span))
+        return self.work_seconds(*_work(span))
 
     def work_seconds(self, tokens: int, pairs: float) -> float:
         """The time to compute `tokens` tokens anywhere that attend to `pairs` others in all."""
-        return _sum(self.compute, (1.0, float(tokens), pairs))
-
-    def load_seconds(self, tier: Tier, size_bytes: int) -> float:
-        """The time to load `size_bytes`. What is in the engine already costs nothing."""
-        return 0.0 if tier == "engine" else _sum(self.load[tier], (1.0, float(size_bytes)))
-
-    def loads_seconds(self, loads: Iterable[tuple[Tier, int]]) -> float:
-        """The time of several loads, each a tier and a number of bytes. What comes from one tier is one load, as it was
-        when it was measured: a further piece costs its bytes."""
-        sizes: Counter[Tier] = Counter()
-        for tier, size_bytes in loads:
-            sizes[tier] += size_bytes
-        return sum(self.load_seconds(*load) for load in sizes.items())
+        return self._nearest("compute", tokens) * _sum(self.compute, (tokens, pairs))
 
     def step_seconds(self, span: Span) -> float:
         """The time of a step that decodes one token of a reply, or verifies a draft."""
-        return _sum(self.step, _work(span))
+        return self._nearest("step", len(span)) * _sum(self.step, _work(span))
+
+    def load_seconds(self, tier: Tier, size_bytes: int) -> float:
+        """The time to load `size_bytes`. What is in the engine already costs nothing."""
+        if tier == "engine":
+            return 0.0
+        expected = self._times(tier, size_bytes) * _sum(self.load[tier], (size_bytes,))
+        return min(expected, self.slowest[tier] * max(size_bytes, _LEAST_BYTES)) if tier in self.slowest else expected
+
+    def loads_seconds(self, loads: Iterable[tuple[Tier, int]]) -> float:
+        """The time of several loads, each a tier and a number of bytes."""
+        return sum(self.load_seconds(*load) for load in by_tier(loads).items())
 
     def chunk_seconds(self, parts_seconds: float) -> float:
         """The time of a prompt that reuses chunks, by that of its loads and passes."""
-        return _sum(self.chunks, (1.0, parts_seconds))
+        return self._times("chunks", parts_seconds) * _sum(self.chunks, (parts_seconds,))
+
+    def certain_seconds(self, loads: Iterable[tuple[Tier, int]]) -> float:
+        """The same of the loads that may be refused for it: none before computing was measured, and only loads of a
+        measured size from memory or disk."""
+        if "compute" not in self.measured:
+            return 0.0
+        sizes = by_tier(loads).items()
+        known = (one for one in sizes if one[0] not in _PROBED or _size(one[1]) in self.measured.get(one[0], ()))
+        return sum(self.load_seconds(*load) for load in known)
+
+    def _times(self, kind: str, amount: float) -> float:
+        return self.measured.get(kind, {}).get(_size(amount), 1.0)
+
+    def _nearest(self, kind: str, amount: float) -> float:
+        known, size = self.measured.get(kind), _size(amount)
+        return known[min(known, key=lambda one: (abs(one - size), -one))] if known else 1.0
 
 
 FREE = Rates((0.0, 1e-6, 0.0), dict.fromkeys(_LOADS, (0.0, 0.0)), (0.0, 0.0))
@@ -106,59 +117,30 @@ def prior_rates(engine: Engine) -> Rates:
     on_cpu, number_bytes = engine.device == "cpu", engine.layout.numpy_dtype.itemsize
     flop = _CORE_FLOP * usable_cores() if on_cpu else _ACCELERATOR_FLOP[number_bytes]
     weights = engine.parameters * number_bytes / (_CPU_WEIGHT_BYTES if on_cpu else _ACCELERATOR_WEIGHT_BYTES)
-    loads = _LOADS if on_cpu else _DEVICE_LOADS
-    if not engine.capabilities.decodes:
-        loads = {**loads, "coded": _LOADS["coded"]}
-    load = {tier: (fixed, 1 / speed) for tier, (fixed, speed) in loads.items()}
+    loads = {**_LOADS, "coded": _DECODED_ON_DEVICE} if engine.capabilities.decodes and not on_cpu else _LOADS
     compute = (weights, 2 * engine.parameters / flop, 4 * engine.attention / flop)
     step = (weights, *(_STEP_TIMES * rate for rate in compute[1:]))
+    load: dict[Tier, Coefficients] = {tier: (fixed, 1 / speed) for tier, (fixed, speed) in loads.items()}
     return Rates(compute, load, _CHUNKS if on_cpu else _ACCELERATOR_CHUNKS, step)
-
-
-class _Kind:
-    """The last measurements of one kind, and how often it was refused since the last one."""
-
-    def __init__(self, rows: Iterable[tuple[float, ...]]) -> None:
-        self.rows = deque(rows, maxlen=_MEASUREMENTS)  # features, seconds, when
-        self.refusals, self._patience = 0, 1
-
-    @property
-    def measurements(self) -> list[tuple[float, ...]]:
-        return [row[:-1] for row in self.rows]
-
-    def add(self, features: tuple[float, ...], seconds: float) -> None:
-        """Add a measurement. One that is more than twice or less than half of what the others say shows that the
-        machine has changed, and they are scaled: to what is possible now, or half way to what may be a busy moment."""
-        self.rows.append((*features, seconds, time.time()))
-        change = _change(self.measurements)
-        if self.refusals:  # this was a try
-            self.refusals, self._patience = 0, 1 if change < 1 / _CHANGED else min(2 * self._patience, _MAX_PATIENCE)
-        if not 1 / _CHANGED <= change <= _CHANGED:
-            scale, newest = min(change, math.sqrt(change)), self.rows.pop()
-            scaled = [(*row[:-2], row[-2] * scale, row[-1]) for row in self.rows]
-            self.rows = deque((*filter(_is_sound, scaled), newest), maxlen=_MEASUREMENTS)
-
-    def tried(self) -> None:
-        """It was tried, and there was nothing to measure."""
-        if self.refusals:
-            self.refusals, self._patience = 0, min(2 * self._patience, _MAX_PATIENCE)
-
-    def hoped(self, rates: tuple[float, ...]) -> tuple[float, ...]:
-        """The rates, less for every refusal: what is never tried is never measured again. Every try that changes
-        nothing makes the next one half as likely."""
-        return tuple(rate * _HOPE ** (self.refusals / self._patience) for rate in rates)
 
 
 class Costs:
     """Takes measurements, gives rates. Used from several threads."""
 
-    def __init__(self, prior: Rates, remembered: Any = None) -> None:
-        """`remembered` is what `as_json` gave in an earlier run; anything else is ignored, and what is too old."""
+    def __init__(self, prior: Rates, remembered: Any = None, *, compiles: bool = False) -> None:
+        """`remembered` is what `as_json` gave in an earlier run; anything else is ignored, and what is too old.
+
+        `compiles`: the first of each kind and size in a process is not measured, because a device gets ready then.
+        """
         self._lock = threading.Lock()
         self._prior = prior
-        self._rates: Rates | None = None
-        known = remembered if isinstance(remembered, dict) else {}
-        self._kinds = {name: _Kind(_sound(known.get(name), width)) for name, width in _WIDTHS.items()}
+        self._rows = {kind: _BySize() for kind in _AMOUNTS}
+        self._ready: set[tuple[str, int]] | None = set() if compiles else None  # met before, in this process
+        known, now = remembered if isinstance(remembered, dict) else {}, time.time()
+        for kind, width in _AMOUNTS.items():
+            for row in number_rows(known.get(kind), width + 2):
+                if _is_sound(row) and 0 <= now - row[-1] <= _MAX_AGE_SECONDS:
+                    self._rows[kind].add(tuple(map(float, row)))
 
     def computed(self, span: Span, seconds: float) -> None:
         """Record the time that a span of a prompt took to compute."""
@@ -170,63 +152,85 @@ class Costs:
 
     def loaded(self, tier: Tier, size_bytes: int, seconds: float) -> None:
         """Record the time that a load took."""
-        self._add(tier, (1.0, float(size_bytes)), seconds)
+        self._add(tier, (size_bytes,), seconds)
 
     def reused_chunks(self, parts_seconds: float, seconds: float) -> None:
         """Record the time of a prompt that reused chunks, whose loads and passes were expected to take that long."""
-        self._add("chunks", (1.0, parts_seconds), seconds)
+        self._add("chunks", (parts_seconds,), seconds)
 
-    def refused(self, kinds: Iterable[str]) -> None:
-        """Record that something was not done, because computing seemed faster."""
-        with self._lock:
-            for kind in kinds:
-                self._kinds[kind].refusals += 1
-                self._rates = None
-
-    def tried(self, kinds: Iterable[str]) -> None:
-        """Record that something was tried and brought nothing."""
-        with self._lock:
-            for kind in kinds:
-                self._kinds[kind].tried()
-                self._rates = None
+    def probed(self, speeds: ReadSpeeds) -> None:
+        """Take over how fast memory and the cache folder were read."""
+        load = dict(self._prior.load)
+        for tier, speed in zip(_PROBED, (speeds.memory, speeds.cached), strict=True):
+            load[tier] = (load[tier][0], 1 / speed)
+        slowest: dict[Tier, float] = {"memory": _SLOWEST / speeds.memory}
+        if speeds.disk is not None:
+            slowest["disk"] = _SLOWEST / speeds.disk
+        self._prior = replace(self._prior, load=load, slowest=slowest)
 
     @property
     def rates(self) -> Rates:
-        """The coefficients by the measurements so far, and by the prior where there are none."""
+        """What is expected by the measurements so far, and by the formulas alone where there are none."""
+        prior, now = self._prior, time.time()
+        formulas: dict[str, Coefficients] = {"compute": prior.compute, "step": prior.step, "chunks": prior.chunks}
+        formulas |= {str(tier): coefficients for tier, coefficients in prior.load.items()}
         with self._lock:
-            if self._rates is None:
-                prior, kinds = self._prior, self._kinds
-                self._rates = Rates(
-                    fit_or_scale(prior.compute, [*kinds["compute"].measurements, *self._single_tokens()]),
-                    {
-                        tier: kinds[tier].hoped(fit_load(known, kinds[tier].measurements))
-                        for tier, known in prior.load.items()
-                    },
-                    kinds["chunks"].hoped(fit_or_scale(prior.chunks, kinds["chunks"].measurements)),
-                    fit_or_scale(prior.step, kinds["step"].measurements),
-                )
-            return self._rates
-
-    def _single_tokens(self) -> list[tuple[float, ...]]:
-        """A decoded token, where no prefill was as short: what one token costs to compute after a load.
-
-        Of long prefills alone, measured while a machine became busy, the shorter may have taken longer: then all of it
-        seemed to be a fixed cost, which no load could save.
-        """
-        shortest = min((row[1] for row in self._kinds["compute"].measurements), default=0.0)
-        tokens = [row for row in self._kinds["step"].measurements if row[1] == 1.0]
-        return [sorted(tokens, key=lambda row: row[-1])[len(tokens) // 2]] if tokens and shortest > _FEW_TOKENS else []
+            measured = {
+                kind: rows.pooled(formulas[kind]) if kind in ("compute", "step") else rows.young(formulas[kind], now)
+                for kind, rows in self._rows.items()
+                if kind in formulas
+            }
+        return replace(prior, measured={kind: known for kind, known in measured.items() if known})
 
     def as_json(self) -> dict[str, list[tuple[float, ...]]]:
         """Everything measured, for `Costs(...)` of a later run."""
         with self._lock:
-            return {name: list(kind.rows) for name, kind in self._kinds.items()}
+            return {kind: [*rows.all] for kind, rows in self._rows.items()}
 
-    def _add(self, kind: str, features: tuple[float, ...], seconds: float) -> None:
-        if _is_sound((*features, seconds, 0.0)):
-            with self._lock:
-                self._kinds[kind].add(features, seconds)
-                self._rates = None
+    def _add(self, kind: str, amounts: tuple[float, ...], seconds: float) -> None:
+        row = (*map(float, amounts), seconds, time.time())
+        if not _is_sound(row):
+            return
+        with self._lock:
+            key = kind, _size(row[0])
+            if self._ready is not None and key not in self._ready:
+                self._ready.add(key)
+            else:
+                self._rows[kind].add(row)
+
+
+class _BySize:
+    """The last measurements of one kind: the amounts, the seconds, and when. Sizes up to twice as large are one."""
+
+    def __init__(self) -> None:
+        self._rows: defaultdict[int, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=_LAST))
+
+    def add(self, row: tuple[float, ...]) -> None:
+        self._rows[_size(row[0])].append(row)
+
+    @property
+    def all(self) -> Iterable[tuple[float, ...]]:
+        return (row for rows in self._rows.values() for row in rows)
+
+    def pooled(self, formula: Coefficients) -> dict[int, float]:
+        """The median of each size; of few measurements with those of the next sizes."""
+        found = {}
+        for size in self._rows:
+            pool: list[tuple[float, ...]] = []
+            for other in sorted(self._rows, key=lambda one: abs(one - size)):
+                if len(pool) < _FEWEST:
+                    pool += self._rows[other]
+            found[size] = _times(formula, pool)
+        return found
+
+    def young(self, formula: Coefficients, now: float) -> dict[int, float]:
+        """The median of each size that was measured often enough and lately."""
+        found = {}
+        for size, rows in self._rows.items():
+            if len(rows) >= _FEWEST and _is_young(rows[-1], now):
+                young = [row for row in rows if _is_young(row, now)]
+                found[size] = _times(formula, young if len(young) >= _FEWEST else list(rows)[-_FEWEST:])
+        return found
 
 
 class AlwaysReuse(Costs):
@@ -235,87 +239,44 @@ class AlwaysReuse(Costs):
     def __init__(self) -> None:
         super().__init__(FREE)
 
-    def loaded(self, tier: Tier, size_bytes: int, seconds: float) -> None:
-        """Ignored."""
+    def _add(self, kind: str, amounts: tuple[float, ...], seconds: float) -> None:
+        if kind == "compute":
+            super()._add(kind, amounts, seconds)
 
-    def reused_chunks(self, parts_seconds: float, seconds: float) -> None:
-        """Ignored."""
-
-    def stepped(self, span: Span, seconds: float) -> None:
-        """Ignored."""
-
-    def refused(self, kinds: Iterable[str]) -> None:
+    def probed(self, speeds: ReadSpeeds) -> None:
         """Ignored."""
 
 
-def fit(measurements: Sequence[tuple[float, ...]], fade: float = _FADE, doubt: float = _DOUBT) -> tuple[float, ...]:
-    """The non-negative coefficients with the least relative error; none for no measurements.
-
-    A measurement is its features and the seconds; each is worth `fade` of the next newer one. An answer without the
-    second feature must have `doubt` of the error of the others. With three features at most, trying every subset of
-    them is the simplest way to the best answer without negative ones.
-    """
-    if not measurements:
-        return ()
-    rows = np.array(measurements, dtype=np.float64)
-    features, seconds = rows[:, :-1], rows[:, -1]
-    weights = np.sqrt(fade ** np.arange(len(rows))[::-1]) / seconds
-    scaled, target = features * weights[:, None], seconds * weights
-    width = features.shape[1]
-    best: tuple[float, tuple[float, ...]] | None = None
-    # As many coefficients as there are different measurements, and the plain rate (the second) before the others.
-    most = min(width, len({row[:-1] for row in measurements}))
-    for count in range(1, most + 1):
-        for chosen in sorted(combinations(range(width), count), key=lambda c: 1 not in c):
-            found = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
-            error = float(np.square(scaled[:, chosen] @ found - target).sum())
-            # More work takes longer: what says otherwise, on a noisy machine, must be much the better answer.
-            better = _NO_DOUBT if 1 in chosen else doubt
-            if (found >= 0).all() and (best is None or error < best[0] * better - 1e-12):
-                coefficients = np.zeros(width)
-                coefficients[list(chosen)] = found
-                best = error, tuple(coefficients.tolist())
-    return best[1] if best is not None else ()
+def by_tier(loads: Iterable[tuple[Tier, int]]) -> Mapping[Tier, int]:
+    """Bytes of each tier: what comes from one tier is one load, as it was when it was measured."""
+    sizes: Counter[Tier] = Counter()
+    for tier, size_bytes in loads:
+        sizes[tier] += size_bytes
+    return {tier: size_bytes for tier, size_bytes in sizes.items() if tier != "engine" and size_bytes}
 
 
-def fit_or_scale(prior: Sequence[float], measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """The same, if the measurements differ enough in size (the second feature). Else the prior, scaled to them."""
-    sizes = [row[1] for row in measurements]
-    if sizes and max(sizes) >= _SIZES_APART * min(sizes):
-        return fit(measurements)
-    (scale,) = fit([(_sum(prior, row[:-1]), row[-1]) for row in measurements]) or (1.0,)
-    return tuple(scale * rate for rate in prior)
+def _times(formula: Coefficients, rows: Sequence[tuple[float, ...]]) -> float:
+    """How many times longer than the formula says."""
+    return median(row[-2] / max(_sum(formula, row[:-2]), 1e-12) for row in rows)
 
 
-def fit_load(prior: Sequence[float], measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """The same for loads. While all were tiny, only the prior knows the cost of a byte."""
-    if measurements and all(row[1] < _TELLING_BYTES for row in measurements):
-        return (fit([(1.0, row[-1]) for row in measurements])[0], prior[1])
-    return fit_or_scale(prior, measurements)
+def _is_young(row: Sequence[float], now: float) -> bool:
+    """Whether it was measured lately. A clock that was set back makes none young."""
+    return 0 <= now - row[-1] <= _YOUNG_SECONDS
 
 
-def _change(measurements: Sequence[tuple[float, ...]]) -> float:
-    """How many times longer the last one took than the others did, for its size."""
-    if len(measurements) < 2:
-        return 1.0
-    rows = np.array(measurements, dtype=np.float64)
-    times = rows[:, -1] / (rows[:, :-1] @ np.array(fit(measurements)))
-    return float(times[-1] / np.median(times[:-1]))
+def _size(amount: float) -> int:
+    """The number of binary digits: sizes of one number are up to twice as large as each other."""
+    return math.frexp(amount)[1]
 
 
-def _work(span: Span) -> tuple[float, float, float]:
-    count = len(span)
-    return 1.0, float(count), count * (span.start + count / 2)
+def _work(span: Span) -> tuple[int, float]:
+    """Tokens, and pairs of tokens that attend to each other."""
+    return len(span), len(span) * (span.start + len(span) / 2)
 
 
-def _sum(coefficients: Sequence[float], features: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(coefficients, features, strict=True))
-
-
-def _sound(rows: object, width: int) -> list[tuple[float, ...]]:
-    """The remembered measurements that make sense and are not too old."""
-    sound, now = filter(_is_sound, number_rows(rows, width + 2)), time.time()
-    return [tuple(map(float, row)) for row in sound if 0 <= now - row[-1] <= _MAX_AGE_SECONDS]
+def _sum(coefficients: Coefficients, amounts: Sequence[float]) -> float:
+    return coefficients[0] + sum(a * b for a, b in zip(coefficients[1:], amounts, strict=True))
 
 
 def number_rows(remembered: object, width: int) -> list[tuple[float, ...]]:
@@ -326,24 +287,28 @@ def number_rows(remembered: object, width: int) -> list[tuple[float, ...]]:
 
 def _is_sound(row: Sequence[float]) -> bool:
     """Whether this can be a measurement: no step takes a day, or less than a nanosecond."""
-    *features, seconds, when = row
-    return 1e-9 < seconds < 1e5 and all(0 < feature < 1e15 for feature in features) and 0 <= when < 1e15
+    *amounts, seconds, when = row
+    return 1e-9 < seconds < 1e5 and all(0 < amount < 1e15 for amount in amounts) and 0 <= when < 1e15
 
 
 def recall_costs(engine: Engine) -> Costs:
     """The costs measured in earlier runs."""
-    return Costs(prior_rates(engine), _remembered().recall(machine_and_model(engine)))
+    return Costs(prior_rates(engine), _remembered().recall(_name(engine)), compiles=engine.device != "cpu")
 
 
 def remember_costs(engine: Engine, costs: Costs) -> None:
     """Keep the measurements for later runs."""
     measured = costs.as_json()
     if any(measured.values()):
-        _remembered().keep(machine_and_model(engine), measured)
+        _remembered().keep(_name(engine), measured)
 
 
 def _remembered() -> JsonMemo:
-    return JsonMemo(home_folder() / "costs.json", _MACHINES_AND_MODELS)
+    return JsonMemo(home_folder() / "costs.json", _REMEMBERED)
+
+
+def _name(engine: Engine) -> str:
+    return digest_of_fields("rekindle/costs/2", machine_and_model(engine))
 
 
 def machine_and_model(engine: Engine) -> str:

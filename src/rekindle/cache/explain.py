@@ -23,7 +23,7 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, FetchRemote, Plan, ReuseChunks
 from rekindle.core.reply import ChunkReuse, OriginFinding, Reuse, source_bar
 from rekindle.core.request import Message
-from rekindle.core.size import count_of
+from rekindle.core.size import count_of, human_seconds
 from rekindle.errors import CacheError
 from rekindle.store import history
 from rekindle.store.prefix_index import Match
@@ -148,9 +148,9 @@ class Explanation:
             where = _PLACES.get(source, f"from {source}")
             lines.append(f"  {parts[0].start:>6} to {parts[-1].stop:<6} {where}{entry}")
         times = {"expected": self.predicted_seconds, "without the cache": self.cold_seconds}
-        shown = [f"{name} {_seconds(value)}" for name, value in times.items() if value is not None]
+        shown = [f"{name} {human_seconds(value)}" for name, value in times.items() if value is not None]
         if self.first_token_seconds is not None:
-            shown.insert(0, f"first token {_seconds(self.first_token_seconds)}")
+            shown.insert(0, f"first token {human_seconds(self.first_token_seconds)}")
         if shown:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
@@ -209,7 +209,8 @@ class Explainer:
         if self.opaque is not None:
             match = None  # its pages are no tokens
         parting = difference = change = None
-        evidence = MissEvidence(len(prompt.tokens), plan.reused, miss=reuse.miss)
+        times = plan.refused_seconds, plan.cold_seconds
+        evidence = MissEvidence(len(prompt.tokens), plan.reused, miss=reuse.miss, times=times)
         if self.store is not None:
             try:
                 parting = None if self.opaque is not None else self._parting(prompt, match, plan.reused)
@@ -415,16 +416,12 @@ def _difference_lines(difference: Difference) -> list[str]:
 
 def _change_lines(change: ChangingText) -> list[str]:
     shared = count_of(change.shared_tokens, "token")
-    saved = "" if change.saved_seconds is None else f", saving about {_seconds(change.saved_seconds)} per request"
+    saved = "" if change.saved_seconds is None else f", saving about {human_seconds(change.saved_seconds)} per request"
     return [
         f"this text changes with every request: {change.now}  (tokens {change.start:,} to {change.stop:,})",
         *(f"  earlier it was: {earlier}" for earlier in change.earlier),
         f"  Move it behind the {shared} that stay the same: they are then reused{saved}.",
     ]
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:,.0f} ms" if value < 10 else f"{value:,.1f} s"
 
 
 def timeline_lines(events: Sequence[TimelineEvent]) -> list[str]:

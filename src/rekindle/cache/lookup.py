@@ -104,14 +104,6 @@ def why_missed(known: CacheLookup, plan: Plan, cut: PrefillSteps, lost: str | No
     return "differs" if known.forks else None
 
 
-def refused_kinds(known: CacheLookup, plan: Plan, cut: PrefillSteps) -> set[str]:
-    """What a plan does not do because computing is expected to be faster: loads by tier, and chunk reuse."""
-    if known.off or why_missed(known, plan, cut, None) != "slower":
-        return set()
-    tiers = {str(found.tier) for found in known.matches.stored if found.span.stop > plan.reused}
-    return {*tiers, "chunks"} if _refuses_chunks(known, plan) else tiers
-
-
 def _refuses_chunks(known: CacheLookup, plan: Plan) -> bool:
     return known.passages is not None and known.passages.knows_more_than(plan.reused)
 

@@ -25,7 +25,7 @@ from typing import Any
 from rekindle.codec.coder import is_quantized
 from rekindle.core.keys import KvSpace
 from rekindle.core.request import Message
-from rekindle.core.size import count_of
+from rekindle.core.size import count_of, human_seconds
 
 _DIGEST_BYTES = 8
 _TEXT_PART = 256  # characters
@@ -51,6 +51,7 @@ class MissEvidence:
     elsewhere   the same for requests on other KV spaces, with what differs
     goes_on     whether something known goes on otherwise where the reuse ends
     scarce      why only what was seen before is written now
+    times       expected seconds with the load that was refused, and of computing everything
     """
 
     tokens: int
@@ -63,12 +64,17 @@ class MissEvidence:
     miss: str | None = None
     ttl_seconds: float | None = None
     scarce: str | None = None
+    times: tuple[float | None, float | None] = (None, None)
 
 
 def reason_of(evidence: MissEvidence) -> Reason:
     """The reason why not more was reused."""
     left = evidence.tokens - evidence.reused
     others, differences, model = evidence.elsewhere
+    loading, computing = evidence.times
+    if evidence.miss == "slower" and loading is not None and computing is not None:
+        times = f"the prompt would take {human_seconds(loading)}, and {human_seconds(computing)} computed"
+        return Reason("slower", f"Loading the KV is slower than computing it: with it {times}.")
     if evidence.miss in _PLAIN:
         return Reason(evidence.miss, _PLAIN[evidence.miss])
     if left <= 1:
@@ -102,7 +108,7 @@ _PLAIN = {
     "off": "Reuse is switched off.",
     "late": "The cache did not answer in time, so the prompt was computed.",
     "lost": "KV in the cache could not be read, so it was computed.",
-    "slower": "Loading the KV would take longer than computing it.",
+    "slower": "Reusing the KV is expected to take longer than computing it.",
     "checkpoint": "This model's state can only be reused at checkpoints: the last one that the prompt shares is used, "
     "the rest is computed.",
 }

@@ -9,7 +9,7 @@ from itertools import pairwise
 from rekindle.cache.cost import Rates
 from rekindle.cache.matches import Matches
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Load, Plan, Step
+from rekindle.core.plan import MARGIN, Compute, Load, Plan, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,25 @@ class PrefillSteps:
 
 
 def make_plan(matches: Matches, rates: Rates, cut: PrefillSteps) -> Plan:
-    """The plan with the shortest expected time; of equals the one that reuses most, from the engine if it can."""
-    cold = _seconds(_computing(0, matches, cut), rates, matches)
-    plans = [(cold, Plan.computing(cut.spans(0, matches.tokens), cold))]
+    """The plan that reuses KV in the shortest expected time; of equals the one that reuses most, from the engine if it
+    can. All is computed only where every such plan is clearly slower. What nothing was measured of is tried: it is
+    expected to take no longer than computing.
+    """
+    spans = cut.spans(0, matches.tokens)
+    cold = sum(map(rates.compute_seconds, spans))
+    plans: list[tuple[float, Plan]] = []
+    refused: list[float] = []
     for loads in _choices(matches, cut):
-        steps = (*loads, *_computing(loads[-1].span.stop, matches, cut))
-        seconds = _seconds(steps, rates, matches)
-        if seconds <= cold:
-            plans.append((seconds, Plan(matches.tokens, steps, seconds, cold)))
+        sizes, rest = _sizes(loads, matches), cut.spans(loads[-1].span.stop, matches.tokens)
+        computing = sum(map(rates.compute_seconds, rest))
+        seconds = min(rates.loads_seconds(sizes) + computing, cold)
+        seconds = max(rates.certain_seconds(sizes) + computing, seconds)
+        if seconds <= MARGIN * cold:
+            plans.append((seconds, Plan(matches.tokens, (*loads, *map(Compute, rest)), seconds, cold)))
+        else:
+            refused.append(seconds)
+    if not plans:
+        return Plan.computing(spans, cold, min(refused, default=None))
     return min(plans, key=lambda one: (one[0], -one[1].reused, not one[1].in_engine))[1]
 
 
@@ -63,16 +74,8 @@ def _choices(matches: Matches, cut: PrefillSteps) -> Iterator[tuple[Load, ...]]:
         yield (Load(Span(0, stays), "engine"),)
 
 
-def _computing(start: int, matches: Matches, cut: PrefillSteps) -> tuple[Step, ...]:
-    return tuple(map(Compute, cut.spans(start, matches.tokens)))
-
-
-def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float:
-    """Seconds of the steps one after the other, though they may overlap."""
+def _sizes(loads: tuple[Load, ...], matches: Matches) -> list[tuple[Tier, int]]:
+    """Where the bytes of loads come from, with those that are decoded beside them."""
     token_bytes = matches.stored[0].size_bytes // len(matches.stored[0].span) if matches.stored else 0
     beside = {found.span.start: found.beside_bytes for found in matches.stored}
-    loads = [step for step in steps if isinstance(step, Load)]
-    sizes = ((load.tier, len(load.span) * token_bytes + beside.get(load.span.start, 0)) for load in loads)
-    return rates.loads_seconds(sizes) + sum(
-        rates.compute_seconds(step.span) for step in steps if isinstance(step, Compute)
-    )
+    return [(load.tier, len(load.span) * token_bytes + beside.get(load.span.start, 0)) for load in loads]

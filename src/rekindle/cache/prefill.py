@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from rekindle.cache.context import Context
 from rekindle.cache.cost import Costs
@@ -56,16 +55,15 @@ class Prefill:
 
         Raises `KvLost` if the feed fails or is late, and `Cancelled`; the context then holds what it held before.
         """
-        started = time.perf_counter()
-        first = plan.computes[0]
-        logits = self._compute(context, first, () if feed is None else (feed,))
-        for before, step in pairwise(plan.computes):
-            if self.reached is not None:
-                self.reached(before.span.stop)
-            logits = self._compute(context, step)
+        seconds, feeds = 0.0, () if feed is None else (feed,)
+        for step in plan.computes:
+            if self.reached is not None and step is not plan.computes[0]:
+                self.reached(step.span.start)
+            started = time.perf_counter()
+            logits = self._compute(context, step, feeds if step is plan.computes[0] else ())
+            seconds += time.perf_counter() - started
         if feed is None:  # all steps together: on a GPU only the last one waits for what it computes
-            span = Span(first.span.start, plan.tokens)
-            self.costs.computed(span, time.perf_counter() - started)
+            self.costs.computed(Span(plan.computes[0].span.start, plan.tokens), seconds)
         return PrefillResult(context, logits, plan, 0.0 if feed is None else feed.busy_seconds)
 
     def _compute(self, context: Context, step: Compute, feeds: tuple[StoredFeed, ...] = ()) -> Logits:

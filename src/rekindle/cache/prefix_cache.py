@@ -27,7 +27,7 @@ from rekindle.cache.cost import Costs, remember_costs
 from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.explain import Explainer, Explanation, Prompt
 from rekindle.cache.inflight import InflightPrefills, MemoryGate
-from rekindle.cache.lookup import CacheLookup, refused_kinds, report_reuse, source_spans, stored_pieces
+from rekindle.cache.lookup import CacheLookup, report_reuse, source_spans, stored_pieces
 from rekindle.cache.matches import Matches
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
 from rekindle.cache.stored_kv import StoredKv
@@ -326,7 +326,6 @@ class PrefixCache:
                 context = Context(lookup.kv_space, self._memory_gate.take(open_sequence, cancelled))
             _begin(context, lookup)
             opened(context)
-            self.costs.refused(refused_kinds(lookup, plan, self.kv.steps))
             work = self.kv.work(context, lookup, cancelled, self._memory_gate.is_alone)
             fetched = None if self.remote is None else self.remote.run(work, context, lookup, plan)
             return fetched or (self.kv if lookup.passages is None else self.chunks).run(work, context, lookup, plan)

@@ -7,14 +7,17 @@ answer knows nothing.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from threading import Thread
+from typing import TypeVar, get_args
 
 from rekindle.cache.context import Context, ParkedContexts
-from rekindle.cache.cost import recall_costs
+from rekindle.cache.cost import AlwaysReuse, by_tier, recall_costs
 from rekindle.cache.deadline import DeadlineCaller, Late, NoAnswer
 from rekindle.cache.lookup import CacheLookup, why_missed
 from rekindle.cache.matches import Matches, find_matches
@@ -27,8 +30,9 @@ from rekindle.core.plan import SHARED_TIERS, Plan, SharedTierName, Tier
 from rekindle.engine.base import Engine
 from rekindle.errors import KvLost
 from rekindle.settings import Settings
-from rekindle.store.feed import StoredFeed
+from rekindle.store.feed import StoredFeed, TierLoad
 from rekindle.store.prefix_index import Match
+from rekindle.store.probe import read_speeds
 from rekindle.store.tiered import TieredStore
 
 log = logging.getLogger("rekindle.cache")
@@ -40,6 +44,7 @@ SHARED_LOOKUP_SECONDS = 0.5  # the same of shared tiers
 _MIN_SHARED_TOKENS = 256  # fewer are not worth a question
 # The shortest timeout of a load; then what computing takes; the longest.
 LOAD_SECONDS, MAX_LOAD_SECONDS = 1.0, 60.0
+PROBE_SECONDS = 600.0  # between two probes of a folder, at least
 T = TypeVar("T")
 
 
@@ -51,11 +56,27 @@ class StoredKv:
         self.engine, self.store = engine, store
         self.writer = None if store is None else BackgroundWriter(store)
         self.costs = recall_costs(engine)
+        self._probed_at = -math.inf  # of a monotonic clock
         self.steps = PrefillSteps(engine.prefill_tokens, PIECE_TOKENS if settings.deterministic else None)
         self.deadlines, self._shared_deadlines = DeadlineCaller(), DeadlineCaller()
         if store is not None:
             store.shared.worth = self._worth_writing
+            self._probe(store)
         self._slow: StoredFeed | None = None  # a read that did not end in time
+
+    def _probe(self, store: TieredStore) -> None:
+        """Learn in the background how fast the folder is read; again after a late load, at most once in a while."""
+        again = self._probed_at > -math.inf
+        if time.monotonic() - self._probed_at < PROBE_SECONDS or isinstance(self.costs, AlwaysReuse):
+            return
+        self._probed_at = time.monotonic()
+
+        def probe() -> None:
+            if (speeds := read_speeds(store.disk, again=again)) is not None:
+                self.costs.probed(speeds)
+
+        with suppress(RuntimeError):  # no thread left
+            Thread(target=probe, name="rekindle-probe", daemon=True).start()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -84,21 +105,17 @@ class StoredKv:
         if not tiers:
             return found
         started = time.perf_counter()
-        found = self.ask_shared(lambda: look(tiers=tiers), tiers, missing, found)
+        found = self.ask_shared(lambda: look(tiers=tiers), missing, found)
         return replace(found, asked_seconds=time.perf_counter() - started)
 
     def tiers_to_ask(self, kv_space: KvSpace, missing: Span) -> list[SharedTierName]:
         """The shared tiers from which these tokens are expected sooner than they are computed."""
         if self.store is None or len(missing) < _MIN_SHARED_TOKENS:
             return []
-        names = {tier.name for tier in self.store.shared.tiers if tier.answers}
-        worth = self._sooner(names, kv_space, missing)
-        self.costs.refused(names - set(worth))
-        return worth
+        return self._sooner((tier.name for tier in self.store.shared.tiers if tier.answers), kv_space, missing)
 
-    def ask_shared(self, look: Callable[[], T], tiers: Sequence[SharedTierName], missing: Span, otherwise: T) -> T:
+    def ask_shared(self, look: Callable[[], T], missing: Span, otherwise: T) -> T:
         """The answer of shared tiers; `otherwise` if there is none, or it takes too long."""
-        self.costs.tried(tiers)
         seconds = min(SHARED_LOOKUP_SECONDS, max(LOOKUP_SECONDS, self.costs.rates.compute_seconds(missing)))
         try:
             return self._shared_deadlines.ask(look, seconds)
@@ -142,40 +159,42 @@ class StoredKv:
         begun = time.perf_counter()
         try:
             feed = self.deadlines.ask(lambda: store.load(lookup.source, used, timeout), timeout)
+            feed.brought(time.perf_counter() - begun)  # to open it
             try:
-                started = time.perf_counter()
                 result = self._run(work, context, lookup, plan, feed)
-                took = time.perf_counter() - started
             finally:
                 feed.close()
                 self.note_busy(feed)
         except (KvLost, NoAnswer) as error:
             log.info("computing instead: %s", error)
-            if (late := time.perf_counter() - begun) >= timeout:  # else it would be tried again every time
-                self._measure(lookup.matches, plan, late)
+            if time.perf_counter() - begun >= timeout:  # else it would be tried again every time
+                self.note_late(plan, lookup.matches, timeout)
             context.stored_tokens = 0
             return replace(work.run(context, self.plan_computing(lookup, plan)), lost=str(error))
         context.quantized_tokens = lookup.quantized_tokens(plan)
-        # Copies to a device, and a step that waits for them, are not in the feed's own time.
-        delay = took - self.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
-        self._measure(lookup.matches, plan, max(result.load_seconds, delay))
+        self.learn_loads(self._loads(feed, lookup, result), lookup.matches.asked_seconds)
         if any(load.tier in SHARED_TIERS for load in plan.loads):
             context.shared_tokens = plan.reused
         store.record_use(used, max(0.0, saved - result.load_seconds) * 1e3, lookup.app_ref)
         return result
 
-    def _measure(self, matches: Matches, plan: Plan, seconds: float) -> None:
-        """Learn from a load of one tier; or of one shared tier, without what the others are expected to take."""
-        tiers: set[Tier] = {load.tier for load in plan.loads}
-        shared: list[Tier] = [tier for tier in tiers if tier in SHARED_TIERS]
-        if len(tiers) > 1 and len(shared) != 1:
-            self.costs.tried(tiers)
-            return
-        tier = (shared or list(tiers))[0]
-        rates = self.costs.rates
-        others = sum(rates.load_seconds(one, matches.load_bytes(plan.reused, one)) for one in tiers - {tier})
-        asked = matches.asked_seconds if shared else 0.0
-        self.costs.loaded(tier, matches.load_bytes(plan.reused, tier), max(seconds - others, seconds / 10) + asked)
+    def _loads(self, feed: StoredFeed, lookup: CacheLookup, result: PrefillResult) -> list[TierLoad]:  # noqa: ARG002  (for subclasses)
+        return feed.loads()
+
+    def learn_loads(self, loads: Iterable[TierLoad], asked_seconds: float = 0.0) -> None:
+        """Record what loads took by their own clocks, what comes from one tier as one load; a shared tier was asked
+        before."""
+        loads = list(loads)
+        for tier, size_bytes in by_tier((tier, size_bytes) for tier, size_bytes, _ in loads).items():
+            seconds = sum(seconds for other, _, seconds in loads if other == tier)
+            self.costs.loaded(tier, size_bytes, seconds + (asked_seconds if tier in SHARED_TIERS else 0.0))
+
+    def note_late(self, plan: Plan, matches: Matches, seconds: float) -> None:
+        """Record that a load from the slowest tier took longer than `seconds`. The disk may be slower than it was."""
+        tier = max((load.tier for load in plan.loads), key=get_args(Tier).index)
+        self.costs.loaded(tier, matches.load_bytes(plan.reused, tier), seconds)
+        if self.store is not None:
+            self._probe(self.store)
 
     def plan_computing(self, lookup: CacheLookup, plan: Plan) -> Plan:
         """The plan that computes everything instead."""

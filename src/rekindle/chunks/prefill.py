@@ -80,7 +80,7 @@ class ChunkPrefill:
         if tiers := self.kv.tiers_to_ask(kv_space, span):
             nothing = dict[ChunkDigest, list[StoredVariant]]()
             look = partial(self._store.shared.find_chunks, kv_space, missing, tiers)
-            found = {**found, **self.kv.ask_shared(look, tiers, span, nothing)}
+            found = {**found, **self.kv.ask_shared(look, span, nothing)}
         texts = {chunk.span: chunk for chunk in passages.picked if chunk.span in passages.prompt_layout.texts}
         return replace(passages, picked=tuple(texts.get(one.span, one) for one in self.match(passages, found)))
 
@@ -167,7 +167,9 @@ class ChunkPrefill:
         opened = partial(ChunkFeeds.open, self._store, lookup, plan, recompute.chunks, timeout_seconds)
         feeds = self.kv.deadlines.ask(opened, timeout_seconds)
         try:
-            return recompute.run(context, plan, feeds)
+            result = recompute.run(context, plan, feeds)
+            self.kv.learn_loads(load for feed in feeds.all for load in feed.loads())
+            return result
         finally:
             feeds.close()
             for feed in feeds.all:
@@ -176,21 +178,14 @@ class ChunkPrefill:
     def _record_use(
         self, passages: ChunkMatches, result: PrefillResult, cold_seconds: float, app_ref: AppRef | None
     ) -> None:
-        """Record the use of variants, by whom and what it saved, and the time to load them."""
-        plan, tiers = result.plan, {load.tier for load in result.plan.loads} - {"engine"}
-        size_bytes = 0
+        """Record the use of variants, by whom and what it saved."""
+        plan = result.plan
         shares = () if plan.reuse_chunks is None else plan.reuse_chunks.shares
         for chunk, recomputed in zip(passages.reused_in(plan), shares, strict=True):
             assert isinstance(chunk.known, StoredVariant)
             share = len(chunk.span) / plan.tokens
             self._store.variants.record_use(chunk.known, recomputed, cold_seconds * share * 1e3)
             self._store.record_use_by(app_ref, chunk.known.pieces)
-            size_bytes += chunk.known.size_bytes
-            tiers.add(chunk.known.tier)
-        if len(tiers) == 1:
-            tokens = sum(len(chunk.span) for chunk in passages.reused_in(plan))
-            prefix = 0 if plan.in_engine else plan.reused
-            self.kv.costs.loaded(tiers.pop(), size_bytes * (tokens + prefix) // tokens, result.load_seconds)
 
     @property
     def _store(self) -> TieredStore:

@@ -15,6 +15,7 @@ from rekindle.core.cells import CellGrid
 from rekindle.core.kv import Span
 
 RAW = "raw"  # the level of KV as it was computed
+MARGIN = 1.1  # times computing: a plan that is expected to take longer is refused
 SharedTierName = Literal["redis", "s3"]  # several servers use it
 SHARED_TIERS: tuple[SharedTierName, ...] = get_args(SharedTierName)
 Tier = Literal["engine", "memory", "disk", "coded", SharedTierName]  # nearest first; coded: decoded while loading
@@ -104,13 +105,15 @@ class Plan:
     """Steps that tile `[0, tokens)`: loads come first, and the last token is always computed.
 
     `predicted_seconds` is the expected time of the steps, `cold_seconds` that of computing everything; None where
-    nobody planned. A plan that is expected to be slower than computing everything is invalid.
+    nobody planned. A plan that is expected to take more than `MARGIN` times as long as computing everything is invalid;
+    `refused_seconds` is the expected time of the best one that was refused for that.
     """
 
     tokens: int
     steps: tuple[Step, ...]
     predicted_seconds: float | None = None
     cold_seconds: float | None = None
+    refused_seconds: float | None = None
 
     def __post_init__(self) -> None:
         stop = 0
@@ -125,14 +128,14 @@ class Plan:
         if sum(isinstance(step, ReuseChunks | FetchRemote) for step in self.steps) > 1:
             raise ValueError(f"a plan reuses chunks once, or streams once: {self.steps}")
         if self.predicted_seconds is not None and self.cold_seconds is not None:
-            worse = self.predicted_seconds > self.cold_seconds
-            if worse and any(not isinstance(step, Compute) for step in self.steps):
-                raise ValueError("a plan is slower than computing everything")
+            slower = self.predicted_seconds > MARGIN * self.cold_seconds
+            if slower and any(not isinstance(step, Compute) for step in self.steps):
+                raise ValueError("a plan is clearly slower than computing everything")
 
     @classmethod
-    def computing(cls, spans: Sequence[Span], seconds: float | None = None) -> Plan:
+    def computing(cls, spans: Sequence[Span], seconds: float | None = None, refused: float | None = None) -> Plan:
         """The plan that reuses nothing."""
-        return cls(spans[-1].stop, tuple(map(Compute, spans)), seconds, seconds)
+        return cls(spans[-1].stop, tuple(map(Compute, spans)), seconds, seconds, refused)
 
     @property
     def loads(self) -> tuple[Load, ...]:

@@ -97,3 +97,8 @@ def human_duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def human_seconds(seconds: float) -> str:
+    """A time in milliseconds, or in seconds if it is long."""
+    return f"{seconds * 1e3:,.0f} ms" if seconds < 10 else f"{seconds:,.1f} s"

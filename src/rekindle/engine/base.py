@@ -184,6 +184,22 @@ class CodedFeed(Protocol):
         """Report that a piece cannot be decoded, so that it is never found again; returns what to raise."""
 
 
+@runtime_checkable
+class TimedFeed(Protocol):
+    """A feed that is timed, also where an engine takes over what was filled."""
+
+    def brought(self, seconds: float) -> None:
+        """Count the time of bringing its KV from where it was filled to where the model reads it."""
+
+
+def note_brought(feeds: Sequence[KvFeed], seconds: float) -> None:
+    """Tell feeds how long an engine took to take over what they had filled together."""
+    for feed in feeds:
+        inner = feed.feed if isinstance(feed, MovedFeed) else feed
+        if isinstance(inner, TimedFeed):
+            inner.brought(seconds / len(feeds))
+
+
 @dataclass(frozen=True, eq=False)
 class HeldKv:
     """A feed of KV that was exported."""

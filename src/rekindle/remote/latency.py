@@ -14,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from itertools import combinations
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.cache.cost import fit, machine_and_model, number_rows
+from rekindle.cache.cost import machine_and_model, number_rows
 from rekindle.core.cells import CellGrid
 from rekindle.core.identity import digest_of_fields
 from rekindle.engine.base import Engine
@@ -189,7 +190,7 @@ class Roofline:
         if not samples:
             raise ValueError("nothing to fit")
         rows = [(1.0, s.tokens, _pairs(s.tokens, s.context), s.seconds) for s in samples]
-        return cls(*fit(rows, fade=1.0, doubt=1.0))
+        return cls(*fit(rows))
 
     def predict(self, tokens: int, context: int) -> float:
         """The seconds of one layer."""
@@ -204,6 +205,25 @@ class Roofline:
             return None
         sound = all(0 <= c < math.inf for c in (fixed, per_token, per_pair))
         return cls(fixed, per_token, per_pair) if sound else None
+
+
+def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The non-negative coefficients with the least relative error; a measurement is its features and the seconds.
+
+    With three features, trying every subset of them is the simplest way to the best answer without negative ones.
+    """
+    rows = np.array(measurements, dtype=np.float64)
+    scaled, width = rows[:, :-1] / rows[:, -1:], rows.shape[1] - 1
+    best, coefficients = math.inf, np.zeros(width)
+    # As many coefficients as there are different measurements, and the plain rate (the second) before the others.
+    for count in range(1, min(width, len({row[:-1] for row in measurements})) + 1):
+        for chosen in sorted(combinations(range(width), count), key=lambda some: 1 not in some):
+            found = np.linalg.lstsq(scaled[:, chosen], np.ones(len(rows)), rcond=None)[0]
+            error = float(np.square(scaled[:, chosen] @ found - 1).sum())
+            if (found >= 0).all() and error < best - 1e-12:
+                best, coefficients = error, np.zeros(width)
+                coefficients[list(chosen)] = found
+    return tuple(coefficients.tolist())
 
 
 def cell_seconds(model: LayerModel, cells: CellGrid) -> Floats:

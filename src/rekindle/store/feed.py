@@ -11,6 +11,7 @@ import math
 import sqlite3
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import numpy as np
 from rekindle.codec.extent import ExtentHeader
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain
 from rekindle.core.kv import CodedPiece, Held, KvLayout, LayerKv, Span
+from rekindle.core.plan import Tier
 from rekindle.errors import KvLost
 from rekindle.store.catalog import catalog
 from rekindle.store.disk import DiskStore
@@ -31,6 +33,7 @@ from rekindle.store.prefix_index import Match, Piece
 from rekindle.store.shared_tier import SharedTier
 
 Fits = Callable[["KvSource"], bool]
+TierLoad = tuple[Tier, int, float]  # bytes and seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,13 @@ class KvSource:
     @property
     def header(self) -> ExtentHeader:
         return self.origin.header
+
+    @property
+    def tier(self) -> Tier:
+        """Where its KV is read."""
+        if isinstance(self.origin, HeldExtent):
+            return "memory"
+        return self.piece.tier or ("disk" if self.piece.coding == "raw" else "coded")
 
     def close(self) -> None:
         """Close its file, if it has one."""
@@ -82,7 +92,9 @@ class StoredFeed:
         self.timeout_seconds = timeout_seconds
         self._deadline = math.inf
         self._since = 0.0  # when the first of the threads that fill now began
-        self.busy_seconds = 0.0  # while at least one thread was filling
+        self.busy_seconds = 0.0  # while at least one thread was filling, and while an engine took over what was filled
+        self._source_seconds = defaultdict[Tier, float](float)  # of all threads together
+        self._token_bytes = layout.token_bytes
 
     @property
     def late(self) -> bool:
@@ -109,13 +121,14 @@ class StoredFeed:
         with self._filling_layer():
             for source in self._sources:
                 at = source.piece.span.start - self.span.start
-                if isinstance(source.origin, HeldExtent):
-                    take(_held_piece(source, source.origin, layer, at))
-                    continue
-                with self._losing(source):
-                    pieces = source.extents.coded_pieces(source.origin, layer, source.span, at)
-                for piece in pieces:
-                    take(piece)
+                with self._timing(source):
+                    if isinstance(source.origin, HeldExtent):
+                        take(_held_piece(source, source.origin, layer, at))
+                        continue
+                    with self._losing(source):
+                        pieces = source.extents.coded_pieces(source.origin, layer, source.span, at)
+                    for piece in pieces:
+                        take(piece)
 
     def damaged(self, piece: CodedPiece, reason: str) -> KvLost:
         """Report that a piece could not be decoded."""
@@ -152,11 +165,33 @@ class StoredFeed:
         for source in self._sources:
             start, stop = source.piece.span.start - self.span.start, source.piece.span.stop - self.span.start
             window = out.window(start, stop)
-            if isinstance(source.origin, HeldExtent):
-                self._copy(source.origin.layers[layer], source.span, window)
-            else:
+            with self._timing(source):
+                if isinstance(source.origin, HeldExtent):
+                    self._copy(source.origin.layers[layer], source.span, window)
+                    continue
                 with self._losing(source):
                     source.extents.read(source.origin, layer, source.span, window)
+
+    @contextmanager
+    def _timing(self, source: KvSource) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        with self._lock:
+            self._source_seconds[source.tier] += time.perf_counter() - started
+
+    def brought(self, seconds: float) -> None:
+        """Count what it took to open the feed, or an engine to take over what was filled."""
+        with self._lock:
+            self.busy_seconds += seconds
+
+    def loads(self) -> list[TierLoad]:
+        """The bytes and the seconds of each tier: its share of the time, or of the bytes where a device reads alone."""
+        sizes = Counter[Tier]()
+        for source in self._sources:
+            tokens = len(source.piece.span) + (0 if source.tier == "memory" else source.piece.overread)
+            sizes[source.tier] += tokens * self._token_bytes
+        shares = self._source_seconds or sizes
+        return [(tier, size, self.busy_seconds * shares[tier] / sum(shares.values())) for tier, size in sizes.items()]
 
     def held(self) -> list[Held] | None:
         """The KV in memory, piece by piece; None unless all of it is in memory."""

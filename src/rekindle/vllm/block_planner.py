@@ -19,7 +19,7 @@ from rekindle.cache.deadline import DeadlineCaller, NoAnswer
 from rekindle.cache.stored_kv import SHARED_LOOKUP_SECONDS
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace
 from rekindle.core.kv import Span
-from rekindle.core.plan import SHARED_TIERS, SharedTierName, Tier
+from rekindle.core.plan import MARGIN, SHARED_TIERS, SharedTierName, Tier
 from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import CacheUnusable, RekindleError
 from rekindle.settings import Settings
@@ -273,9 +273,8 @@ class BlockPlanner:
         tier, rates = tier_of(match), self._model.costs.rates
         size_bytes = (match.length - computed) * self._model.layout.token_bytes
         saved_seconds = rates.compute_seconds(Span(computed, count)) - rates.compute_seconds(Span(match.length, count))
-        if rates.load_seconds(tier, size_bytes) <= saved_seconds:
+        if rates.certain_seconds([(tier, size_bytes)]) <= MARGIN * saved_seconds:
             return True
-        self._model.costs.refused((tier,))
         self._refused_loads += 1
         return False
 

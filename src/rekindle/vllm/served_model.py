@@ -148,4 +148,4 @@ def _costs(vllm_config: Any, layers: ServedLayers) -> Costs:
         attention=len(layers.layers) * model.hf_text_config.num_attention_heads * layers.layers[0].shape.key_dim,
         capabilities=SimpleNamespace(decodes=False),
     )
-    return Costs(prior_rates(facts))
+    return Costs(prior_rates(facts), compiles=facts.device != "cpu")

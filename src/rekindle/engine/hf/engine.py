@@ -22,6 +22,7 @@ from rekindle.engine.base import (
     HostStopwatch,
     Logits,
     MovedFeed,
+    RecomputeSupport,
     Reserve,
     Row,
     StayingFeed,
@@ -66,13 +67,13 @@ class HfEngine:
         """Drive `model` as it is. `fingerprint` identifies its files; without it, its tensors are hashed."""
         self.name = name
         decodes = decodes_on(placement.device)
-        self.capabilities = Capabilities(True, "scattered", probes=True, adapters=True, decodes=decodes)
         self.model = model
         self.tokenizer = tokenizer
         self.placement = placement
         self._decoder: Decoder | None = Decoder(model.eval())
-        if self._decoder.turner is None:
-            self.capabilities = replace(self.capabilities, recompute="none")
+        recompute: RecomputeSupport = "none" if self._decoder.turner is None else "scattered"
+        steady = self._decoder.layout.dtype == "float32"  # with fewer bits a step of several tokens rounds otherwise
+        self.capabilities = Capabilities(True, recompute, True, adapters=True, decodes=decodes, steady=steady)
         self._fingerprint = fingerprint or (lambda: fingerprint_of(self.model))
         self._known: Fingerprint | None = None
         self._pool = BufferPool(self._decoder.layout, self._decoder.device)

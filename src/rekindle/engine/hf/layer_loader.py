@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rekindle.core.kv import Held, LayerKv
-from rekindle.engine.base import CodedFeed, HeldFeed, KvFeed, MovedFeed
+from rekindle.engine.base import CodedFeed, HeldFeed, KvFeed, MovedFeed, note_brought
 from rekindle.engine.hf import kernels, kv_kernels
 from rekindle.engine.hf.device import PinnedMemory, pinned_memory
 from rekindle.engine.hf.device_decoder import CodedStaging, SlotMemory, SoundCheck
@@ -216,7 +216,7 @@ class LayerLoader:
         self._changed = threading.Condition()
         self._filled: list[_LayerFill] = []  # not on their way to the device yet
         self._present: set[int] = set()  # layers in the buffers, or on their way there
-        self._arrivals: dict[int, torch.cuda.Event] = {}
+        self._copies: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # when each layer's began and ended
         self._sound_checks: list[SoundCheck] = []
         self._error: BaseException | None = None
         self._stopped = False
@@ -271,7 +271,7 @@ class LayerLoader:
             if self._error is not None and not self._is_present(layer):
                 raise self._error
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._arrivals[layer])
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copies[layer][1])
         if layer == self._layers - 1:  # not before: it waits for the device
             self._check_sound()
 
@@ -297,13 +297,13 @@ class LayerLoader:
                 for sequence in self._feeds:
                     sequence.leave_buffers()
             return
-        if not complete:  # given up: keep source and target alive until the copies end
-            self._stream.synchronize()
+        # Given up: keep source and target alive until the copies end. Else the step's last layer waits for them anyway.
+        self._stream.synchronize()
+        if complete:
+            seconds = sum(began.elapsed_time(ended) for began, ended in self._copies.values()) / 1e3
+            note_brought([feed for feeds in self._feeds.values() for feed in feeds], seconds)
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         if self._pinned_slots is not None and not under_way:
-            for number in range(max(0, self._layers - len(self._slots)), self._layers):
-                if number in self._arrivals:
-                    self._arrivals[number].synchronize()  # the next step fills the slots again
             self._pinned_slots.give(self._pinned)
 
     def _prepare_turns(self) -> None:
@@ -369,7 +369,7 @@ class LayerLoader:
             if before >= 0:
                 if before not in self._present:
                     return
-                self._arrivals[before].synchronize()
+                self._copies[before][1].synchronize()
             if self._stream is not None:
                 try:
                     self._prepared[self._begun] = self._prepare(self._begun)
@@ -401,6 +401,9 @@ class LayerLoader:
         """Bring a filled layer to where it belongs."""
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), side:
+            if self._stream is not None:
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                began.record(self._stream)
             for _, staging in job.parts:
                 staging.commit()
             for coded in job.coded:  # afterwards: what was copied with a gap may be theirs
@@ -410,9 +413,8 @@ class LayerLoader:
             for turn, keys in job.turns:
                 turn.apply(job.layer, keys)
             if self._stream is not None:
-                arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                arrival.record(self._stream)
-                self._arrivals[job.layer] = arrival
+                ended.record(self._stream)
+                self._copies[job.layer] = began, ended
 
     def _check_sound(self) -> None:
         """Raises `KvLost` if something that the device restored was damaged."""

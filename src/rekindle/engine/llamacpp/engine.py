@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import PAGES, Kv, Span
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Capabilities, HostStopwatch, Logits, Reserve, Row
+from rekindle.engine.base import Capabilities, HostStopwatch, Logits, Reserve, Row, note_brought
 from rekindle.engine.llamacpp.c_api import DEFAULT_SEED, TokenData, TokenDataArray, llama
 from rekindle.engine.llamacpp.kv_buffer import BatchTokens, KvBuffer
 from rekindle.engine.llamacpp.loaded_model import LoadedContext, LoadedModel, build, version
@@ -271,11 +272,12 @@ class LlamaCppEngine:
     def _feed(self, row: CheckedRow, sequence: LlamaSequence, cancelled: Callable[[], bool] | None) -> None:
         assert self._staging is not None
         span = Span(row.kept, int(row.positions[0]))
-        state = self._staging.bring(row.row.feeds, span, cancelled)
+        state, started = self._staging.bring(row.row.feeds, span, cancelled), time.perf_counter()
         if not row.kept:
             taken = self._cells.put(_number(sequence), state)
         else:
             taken = self._cells.put_behind(_number(sequence), state, span, span.start)
+        note_brought(row.row.feeds, time.perf_counter() - started)
         if not taken:
             raise StepRefused(f"llama.cpp does not take the KV of {span}.")
 
