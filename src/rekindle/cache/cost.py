@@ -32,7 +32,7 @@ from rekindle.machine import home_folder, usable_cores
 from rekindle.store.probe import ReadSpeeds
 
 _REMEMBERED = 64  # machines and models
-_LAST, _FEWEST = 12, 3  # measurements of one kind and size: so many are kept, and fewer refuse nothing
+_LAST, _FEWEST = 12, 3  # measurements of one kind and size: the most that are kept, and how many may refuse
 _YOUNG_SECONDS = 600.0  # older ones refuse nothing either
 _MAX_AGE_SECONDS = 30 * 24 * 3600.0  # older ones are not remembered
 _SLOWEST = 10.0  # times what a probe takes
