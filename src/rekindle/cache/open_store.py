@@ -14,6 +14,7 @@ from rekindle.knowledge.library_folder import knowledge_folder
 from rekindle.machine import cache_folder
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings
+from rekindle.store.folder import has_room
 from rekindle.store.objects import ObjectStore
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -22,7 +23,8 @@ log = logging.getLogger("rekindle.cache")
 
 
 def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | None = None) -> TieredStore | None:
-    """The store that the settings name; None if they want none, or the user's own folder cannot be used.
+    """The store that the settings name; None if they want none, or if the user's own folder, or the folder of a full
+    disk, cannot be used.
 
     `share` of the memory limit is for its memory tier; the rest is for contexts parked in the engine. `quantized` is
     how KV is coded under the level of that name.
@@ -46,7 +48,7 @@ def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | Non
     try:
         return TieredStore(settings.cache or cache_folder(), chosen, shared=shared_tiers(settings))
     except CacheUnusable as error:
-        if settings.cache is not None:
+        if settings.cache is not None and has_room(Path(settings.cache)):
             raise
         log.warning("The cache cannot be used, so everything is computed: %s", error)
         return None

@@ -297,7 +297,7 @@ def open_cache(
     # The limit belongs to the process that uses the cache; looking at it here must not evict anything.
     store = DiskStore(place, StoreSettings(disk_limit=limit, killed_ttl_seconds=None, key=_key(key_file)))
     try:
-        if write and store.database.read_only:
+        if write and store.database.read_only and not store.database.lacks_room:
             raise CacheUnusable(f"{place} is read-only.")
         yield store
     except (OSError, sqlite3.Error) as error:

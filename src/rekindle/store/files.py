@@ -26,6 +26,7 @@ _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, 
 _REGULAR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _HAS_DIR_FD = os.unlink in os.supports_dir_fd and os.stat in os.supports_dir_fd
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems that cannot lock files
+_LEAST_ROOM_BYTES = 512 << 10  # for the log of SQLite and its index
 _PAUSE_SECONDS = 0.02  # between two tries to lock
 # On macOS, fsync alone stops at the drive's cache.
 _FULL_SYNC: int | None = None if sys.platform == "win32" else getattr(fcntl, "F_FULLFSYNC", None)
@@ -218,6 +219,10 @@ class Files:
             return [path.name for path in folder.iterdir()]
         except FileNotFoundError:
             return []
+
+    def has_room(self, folder: Path) -> bool:
+        """Whether the medium of a folder has room for the log of a transaction."""
+        return self.free_bytes(folder) >= _LEAST_ROOM_BYTES
 
     def free_bytes(self, folder: Path) -> int:
         """Free bytes on the medium of a folder."""

@@ -78,6 +78,13 @@ def may_hold_cache(path: Path) -> bool:
         return True
 
 
+def has_room(path: Path) -> bool:
+    """Whether a cache could be made in that folder, which need not be there, or the disk is full."""
+    folder = path.expanduser().absolute()
+    existing = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    return existing is None or Files().has_room(existing)
+
+
 class CacheFolder:
     """A folder that is a cache, or can become one. A link to the folder is followed, once."""
 

@@ -17,6 +17,7 @@ pages and log), and returns when that is on the medium: power loss brings nothin
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sqlite3
 import time
@@ -32,7 +33,8 @@ from rekindle.store.catalog import app_rows, catalog, variant_rows
 from rekindle.store.delta_base import reaching
 from rekindle.store.disk import DiskStore
 from rekindle.store.evict import blocks_a_transaction
-from rekindle.store.extents import Damaged
+from rekindle.store.extents import SUFFIX, Damaged
+from rekindle.store.folder import EXTENTS
 from rekindle.store.limits import Refused
 from rekindle.store.prefix_index import BlockRef
 from rekindle.store.purge_search import Chains, ExtentTokens, Segment, Snippets, TokenRun, TokenRuns
@@ -46,7 +48,39 @@ def clear(disk: DiskStore) -> int:
 
     What other processes keep meanwhile stays, unless it continues something removed. Raises `CacheUnusable` if it
     cannot be finished; what was done stays done, and running it again does the rest.
+
+    Removing rows needs room for a log. On a full disk files go before their rows, which are misses then, and the
+    catalog goes too if that is not enough.
     """
+    count = 0
+    for make_room in (None, partial(_remove_files, disk), disk.database.remove):
+        try:
+            count = count or len(disk.entries())
+            if make_room is not None:
+                make_room()
+            return max(count, _clear(disk))
+        except (CacheUnusable, OSError) as error:
+            if not _is_full(disk, error):
+                raise
+    return count
+
+
+def _is_full(disk: DiskStore, error: Exception) -> bool:
+    reason = error.__cause__ or error
+    no_space = isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT)
+    return no_space or "disk is full" in str(reason) or not disk.files.has_room(disk.folder)
+
+
+def _remove_files(disk: DiskStore) -> None:
+    """Remove the files of all extents, but for those that are being written."""
+    with disk.database.reading() as connection:
+        writing = {f"{row.name}{SUFFIX}" for row in catalog.extents(connection, "state='writing'")}
+    for name in disk.place.own_files(EXTENTS):
+        if name not in writing:
+            disk.place.remove(EXTENTS, name)
+
+
+def _clear(disk: DiskStore) -> int:
     with removing(disk):
         started, going = disk.clock(), disk.entries()
         with disk.database.reading() as connection:
@@ -70,8 +104,7 @@ def clear(disk: DiskStore) -> int:
 @contextmanager
 def removing(disk: DiskStore) -> Iterator[None]:
     """Raises `CacheUnusable` for a folder that can only be read, and in place of what the system or SQLite raise."""
-    if disk.database.read_only:
-        raise CacheUnusable(f"{disk.folder} is read-only: nothing can be removed from it.")
+    disk.database.refuse_read_only()
     try:
         yield
     except (OSError, sqlite3.Error) as error:

@@ -39,11 +39,13 @@ class SharedConnection:
         self.timeout_seconds = timeout_seconds
         self.connection: sqlite3.Connection | None = None
         self.inode: tuple[int, int] | None = None
+        self.in_memory = False  # a copy, because the disk is too full to open the file
         self.process = os.getpid()
         self.abandoned: list[Any] = []  # of a forked parent: closing them here could disturb it
 
     def forget(self) -> None:
         connection, self.connection = self.connection, None
+        self.in_memory = False
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
@@ -114,15 +116,30 @@ class Database:
         Raises `CacheUnusable` if the catalog is read-only, or if its log is long and cannot be truncated: half of the
         log's limit is reserved for this transaction.
         """
-        if self.read_only:
-            raise CacheUnusable(f"{self.path.parent} is read-only.")
         with self._writer.lock:
+            self.refuse_read_only()
             self._claim()
             self._cut_log(self.log_limit_bytes // 4)
             if self.log_bytes() > self.log_limit_bytes // 2:
                 raise CacheUnusable("Another process has been reading the catalog for too long: its log cannot be cut.")
             with self._transaction(self._writer, "BEGIN IMMEDIATE") as connection:
                 yield connection
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether it can only be read because the disk is full."""
+        return self._reader.in_memory or self._writer.in_memory
+
+    def refuse_read_only(self) -> None:
+        """Raises `CacheUnusable` if nothing can be written now."""
+        with self._writer.lock:
+            self._ensure(self._writer)  # there may be room again
+        if self._writer.in_memory:
+            raise CacheUnusable(
+                f"The disk of {self.path.parent} is full. Free some space, or run: rekindle cache clear"
+            )
+        if self.read_only:
+            raise CacheUnusable(f"{self.path.parent} is read-only.")
 
     @contextmanager
     def _transaction(self, channel: SharedConnection, begin: str) -> Iterator[sqlite3.Connection]:
@@ -189,8 +206,7 @@ class Database:
         The log and memory briefly take as much as the file. Raises `CacheUnusable` if another process reads for too
         long to empty the log.
         """
-        if self.read_only:
-            raise CacheUnusable(f"{self.path.parent} is read-only.")
+        self.refuse_read_only()
         with self._writer.lock:
             self._cut_log(above_bytes=0)
             # Zeroing deleted rows is not enough: rebalanced pages keep copies of rows that moved away.
@@ -208,6 +224,15 @@ class Database:
             f"Another process has been reading {self.path} for too long, so its log still holds what was removed. "
             "Run it again when that process is done."
         )
+
+    def remove(self) -> None:
+        """Remove the file and its log, which needs no room. Whoever uses it next begins a new one."""
+        with self._writer.lock, self._reader.lock:
+            self._claim()
+            self._writer.forget()
+            self._reader.forget()
+            for suffix in ("-wal", "-shm", ""):
+                self._files.remove(Path(f"{self.path}{suffix}"))
 
     def discard(self) -> None:
         """Set aside a catalog that cannot be repaired."""
@@ -269,6 +294,8 @@ class Database:
             channel.leave_to_parent()
         if channel.connection is not None and _inode(self.path) != channel.inode:
             channel.forget()  # deleted or replaced
+        if channel.in_memory and self._files.has_room(self.path.parent):
+            channel.forget()
         if channel.connection is None:
             with self._open_lock:
                 self._open(channel)
@@ -301,12 +328,30 @@ class Database:
         if self.read_only:
             channel.connection = self._connect_read_only()
             self._check_version(channel.connection)
-        else:
+            return
+        try:
             # Wait for a file that is being created, maybe by several processes at once.
             new = self._file_bytes("") <= _PAGE_BYTES
             channel.connection = self._connection(self._writer.timeout_seconds if new else channel.timeout_seconds)
             self._migrate(channel.connection)
             channel.connection.execute(f"PRAGMA busy_timeout={int(channel.timeout_seconds * 1000)}")
+        except sqlite3.OperationalError:
+            if self._files.has_room(self.path.parent):
+                raise
+            channel.forget()
+            channel.connection = self._copy_in_memory()
+            if self._check_version(channel.connection) != len(self._migrations):
+                raise  # a new file: there is nothing to read in it
+            self.read_only = channel.in_memory = True
+
+    def _copy_in_memory(self) -> sqlite3.Connection:
+        """What the file has now. Others write to it as soon as there is room, which SQLite cannot notice while it has
+        no room for the index of its log."""
+        address = f"{self.path.resolve().as_uri()}?mode=ro&immutable=1"
+        copied = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        with contextlib.closing(self._connect(address, uri=True, isolation_level=None)) as file:
+            file.backup(copied)
+        return copied
 
     def _prepare_file(self) -> bool:
         """Create the file with private permissions; SQLite gives its log the same. False if it can only be read."""
