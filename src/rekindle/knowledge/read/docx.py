@@ -6,7 +6,7 @@ import io
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -16,6 +16,7 @@ from rekindle.knowledge.read.clean_text import SectionBuilder, make_document, pa
 
 MAX_UNPACKED_BYTES = 64 << 20  # of all XML in the package; a book has 5 MB
 MAX_PARTS = 5000
+_MAX_ELEMENTS = 3_000_000  # of all XML: each takes a hundred bytes of memory; a book has 200,000
 _MAX_RATIO, _FREE_BYTES = 200, 8 << 20  # below `_FREE_BYTES` any compression ratio is fine
 _OLE = b"\xd0\xcf\x11\xe0"
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
@@ -56,7 +57,7 @@ def _unpacked(data: bytes) -> bytes:
     if data.startswith(_OLE):
         raise UnreadableDocument("is encrypted, or in an older format of Word: save it as .docx without a password")
     result = io.BytesIO()
-    left = MAX_UNPACKED_BYTES
+    left, elements = MAX_UNPACKED_BYTES, 0
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as packed, zipfile.ZipFile(result, "w") as plain:
             members = {member.filename: member for member in packed.infolist()}
@@ -64,6 +65,9 @@ def _unpacked(data: bytes) -> bytes:
             for name, member in members.items():
                 content = _read(packed, member, left) if name.endswith((".xml", ".rels")) else b""
                 left -= len(content)
+                elements += content.count(b"<") - content.count(b"</")
+                if elements > _MAX_ELEMENTS:
+                    raise UnreadableDocument(f"has more than {_MAX_ELEMENTS:,} elements: cut it into smaller files")
                 plain.writestr(zipfile.ZipInfo(name), content)
     # RuntimeError: encrypted; NotImplementedError: an unknown compression; the others: broken bytes.
     except (zipfile.BadZipFile, zlib.error, RuntimeError, OSError, EOFError, ValueError) as error:
@@ -95,18 +99,33 @@ def _read(packed: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: int) -> b
 
 
 def _styles(opened: Any) -> dict[str, int]:
-    """The level of each style that is a heading or derives from one."""
-    levels = {}
-    for style in opened.styles:
-        base = style
-        for _ in range(10):
-            if base is None:
+    known: dict[str, tuple[str, str]] = {}
+    for style in opened.styles.element.iterchildren(_W + "style"):
+        name, base = (style.find(_W + tag) for tag in ("name", "basedOn"))
+        values = ["" if tag is None else str(tag.get(_W + "val") or "") for tag in (name, base)]
+        known[str(style.get(_W + "styleId"))] = values[0], values[1]
+    return heading_levels(known)
+
+
+def heading_levels(styles: Mapping[str, tuple[str, str]]) -> dict[str, int]:
+    """The level of each style that is a heading or derives from one; `styles` has the name and the base of each."""
+    levels: dict[str, int | None] = {}
+    for style in styles:
+        chain: list[str] = []
+        at = style
+        level = None
+        while at in styles and at not in levels:
+            levels[at] = None  # so that a circle ends
+            chain.append(at)
+            name, base = styles[at]
+            if found := _HEADING.fullmatch(name):
+                level = int(found[1])
                 break
-            if found := _HEADING.fullmatch(base.name or ""):
-                levels[style.style_id] = int(found[1])
-                break
-            base = getattr(base, "base_style", None)
-    return levels
+            at = base
+        else:
+            level = levels.get(at)
+        levels |= dict.fromkeys(chain, level)
+    return {style: level for style, level in levels.items() if level is not None}
 
 
 def _add_sections(parent: Any, levels: dict[str, int], builder: SectionBuilder) -> None:
@@ -134,17 +153,23 @@ def _is_item(paragraph: Any) -> bool:
 def _cells(row: Any) -> Iterator[str]:
     for cell in row.iter(_W + "tc"):
         if next(cell.iterancestors(_W + "tr")) is row:
-            yield " ".join("".join(_pieces(paragraph)).strip() for paragraph in cell.iter(_W + "p")).strip()
+            paragraphs = (
+                one for one in cell.iter(_W + "p") if next(one.iterancestors(_W + "p", _W + "tc")).tag != one.tag
+            )
+            yield " ".join("".join(_pieces(paragraph)).strip() for paragraph in paragraphs).strip()
 
 
 def _pieces(element: Any) -> Iterator[str]:
-    for child in element:
-        if child.tag == _W + "t":
+    waiting = [iter(element)]
+    while waiting:
+        child = next(waiting[-1], None)
+        if child is None:
+            waiting.pop()
+        elif child.tag == _W + "t":
             yield child.text or ""
         elif child.tag in _BREAKS:
             yield _BREAKS[child.tag]
-        elif child.tag == _W + "p":  # of a text box
-            yield "\n"
-            yield from _pieces(child)
         elif child.tag not in (_FALLBACK, _W + "pPr", _W + "rPr"):
-            yield from _pieces(child)
+            if child.tag == _W + "p":  # of a text box
+                yield "\n"
+            waiting.append(iter(child))

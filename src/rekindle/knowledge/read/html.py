@@ -42,6 +42,13 @@ _FLAT = _tags(  # never left open: void, or closed implicitly
 )
 _MARKS = _tags("a b big code em font i nobr s small strike strong tt u")
 _FEW_TAGS = 1000
+_MAX_TAGS = 1_000_000  # they take 500 MB of memory and seconds; a page of a megabyte has 30,000
+# The parser compares each attribute of a tag with all before it. Comments and scripts may hold what looks like a tag.
+_LONG_TAG = 2000  # characters
+_UNPARSED = re.compile(r"<(?:(!--)|(script|style|textarea|title)\b|[a-zA-Z])", re.IGNORECASE)
+_INSIDE_TAG = re.compile(r"""(?:[^>=]+|=\s*(?:"[^"]*"|'[^']*')|=)*""")
+_VALUE = re.compile(r"""=\s*(?:"[^"]*"|'[^']*'|[^\s>]+)""")
+_MAX_COMPARED = 10_000_000  # pairs of attributes
 _MAX_DEPTHS, _MAX_COPIES = 200_000_000, 5_000_000
 
 
@@ -70,6 +77,7 @@ def _page(markup: str, *, headings: bool) -> _Page:
     except ImportError as error:
         raise parser_missing("HTML") from error
     _refuse_depth(markup)
+    _refuse_attributes(markup)
     try:
         tree = LexborHTMLParser(markup)
     except (SelectolaxError, ValueError) as error:
@@ -87,8 +95,29 @@ def _page(markup: str, *, headings: bool) -> _Page:
     return _Page(title, writer.builder)
 
 
+def _refuse_attributes(markup: str) -> None:
+    """Raise `UnreadableDocument` for tags whose attributes would take seconds to parse."""
+    compared = at = 0
+    while found := _UNPARSED.search(markup, at):
+        ends = "-->" if found[1] else f"</{found[2]}" if found[2] else None
+        inside = None if found[1] else _INSIDE_TAG.match(markup, found.end())
+        at = found.end() if inside is None else inside.end()
+        if inside is not None and len(inside[0]) >= _LONG_TAG:
+            compared += len(re.split(r"[\s/]+", _VALUE.sub(" ", inside[0]))) ** 2
+            if compared > _MAX_COMPARED:
+                raise UnreadableDocument("has too many attributes in one tag: it is damaged, or made to do harm")
+        if ends is not None:
+            closed = re.compile(re.escape(ends), re.IGNORECASE).search(markup, at)
+            if closed is None:
+                return
+            at = closed.end()
+
+
 def _refuse_depth(markup: str) -> None:
-    if markup.count("<") < _FEW_TAGS:
+    tags = markup.count("<")
+    if tags > _MAX_TAGS:
+        raise UnreadableDocument(f"has more than {_MAX_TAGS:,} tags: cut it into smaller files")
+    if tags < _FEW_TAGS:
         return
     depth = marks = depths = copies = 0
     for found in _TAG.finditer(markup):

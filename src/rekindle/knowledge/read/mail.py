@@ -35,6 +35,7 @@ _HEADERS = ("From", "To", "Date", "Subject")
 _HEADER_CHARACTERS = 4000  # decoded of each; 200 are shown
 _MAX_DEPTH = 50
 _MAX_NAMES = 100
+_MAX_PARTS = 50_000  # each takes as much memory as a page of text; also counts other lines that begin with --
 _LINE_BYTES = 1 << 20
 _ENCODED = re.compile(rb"[A-Za-z0-9+/]{60,}={0,2}\r?\n")
 _ENCODED_LINES = 1000  # consecutive base64 lines; longer runs that are no text are attachments, which are skipped
@@ -79,6 +80,7 @@ class _RawMessage:
     def __init__(self) -> None:
         self._kept: list[bytes] = []
         self._size = 0
+        self._parts = 0
         self._run = 0  # consecutive base64 lines
         self._header_left: int | None = None  # bytes left of the part header we are in
         self._is_text = True  # the part we are in, by its Content-Type
@@ -94,6 +96,7 @@ class _RawMessage:
             if line[:13].lower() == b"content-type:":
                 kind = line[13:80].strip().lower()
                 self._is_text = not kind or kind.startswith(b"text/")
+        self._parts += line.startswith(b"--")
         self._size += len(line)
         if self._size <= MAX_MAIL_BYTES:
             self._kept.append(line)
@@ -118,6 +121,8 @@ class _RawMessage:
         if self._size > MAX_MAIL_BYTES:
             size = f"{MAX_MAIL_BYTES >> 20} MB"
             raise UnreadableDocument(f"has more than {size} of text: give its attachments as files of their own")
+        if self._parts > _MAX_PARTS:
+            raise UnreadableDocument(f"has more than {_MAX_PARTS:,} parts: it is damaged, or made to do harm")
         try:
             return email.message_from_bytes(b"".join(self._kept))
         except RecursionError as error:

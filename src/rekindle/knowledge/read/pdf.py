@@ -103,16 +103,17 @@ def joined(text: str) -> str:
     """`text` with hard-wrapped lines joined."""
     lines = [line.rstrip() for line in text.split("\n")]
     width = max(map(len, lines), default=0)
-    kept: list[str] = []
+    kept: list[str] = []  # pieces of the text
     last = ""  # the previous line of the page
     for line in lines:
         if not (last and line) or _ITEM.match(line):
-            kept.append(line)
+            kept += "\n", line
         elif last.endswith("-") and last[-2:-1].isalpha() and line[0].islower():
-            kept[-1] = kept[-1][:-1] + line
-        elif not last.endswith(_ENDS) and (line[0].islower() or len(last) >= _FULL_LINE * width > 20):
-            kept[-1] += " " + line.lstrip()
-        else:
+            kept[-1] = kept[-1][:-1]
             kept.append(line)
+        elif not last.endswith(_ENDS) and (line[0].islower() or len(last) >= _FULL_LINE * width > 20):
+            kept += " ", line.lstrip()
+        else:
+            kept += "\n", line
         last = line
-    return "\n".join(kept)
+    return "".join(kept[1:])

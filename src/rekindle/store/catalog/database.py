@@ -226,7 +226,7 @@ class Database:
         )
 
     def remove(self) -> None:
-        """Remove the file and its log, which needs no room. Whoever uses it next begins a new one."""
+        """Remove the file and its log, which needs no room. The next use makes a new one."""
         with self._writer.lock, self._reader.lock:
             self._claim()
             self._writer.forget()
