@@ -26,7 +26,6 @@ from rekindle.server.errors import ApiError
 from rekindle.server.host import ServedModel
 from rekindle.server.ollama import OLLAMA, ModelBody, PullRequest, timestamp
 from rekindle.server.protocol import EventStream
-from rekindle.text.fill_in import has_fill_in
 from rekindle.text.reasoning import detect_thoughts
 
 # Clients ask which version of Ollama they talk to: that of the API that is spoken here.
@@ -79,7 +78,8 @@ async def show_tag(call: Call, body: ModelBody) -> Response:
     details, service = _model(model, named.adapter)["details"], model.service
     if service is None:
         return JSONResponse(_shown(call, "", details, {}, ["completion", "tools"]))
-    engine, template = service.session.engine, await call.in_thread(lambda: service.template)
+    engine = service.session.engine
+    template, fills_in = await call.in_thread(lambda: (service.template, service.fills_in))
     thinks = ["thinking"] if detect_thoughts(template) is not None else []
     info = {
         "general.architecture": "rekindle",
@@ -87,7 +87,7 @@ async def show_tag(call: Call, body: ModelBody) -> Response:
         "general.parameter_count": engine.parameters,
         "rekindle.context_length": engine.context_tokens,
     }
-    inserts = ["insert"] if has_fill_in(engine.tokenizer) else []
+    inserts = ["insert"] if fills_in else []
     return JSONResponse(_shown(call, template, details, info, ["completion", "tools", *inserts, *thinks]))
 
 

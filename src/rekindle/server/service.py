@@ -37,6 +37,7 @@ from rekindle.session.ask import Prepared
 from rekindle.session.session import Session
 from rekindle.settings import ServerSettings, Settings
 from rekindle.store import report
+from rekindle.text.fill_in import has_fill_in
 
 if TYPE_CHECKING:
     from rekindle.cache.prefix_cache import Prefetch
@@ -98,6 +99,12 @@ class Service:
         """The model's chat template; the model may have to be loaded for it, once."""
         with self.session.staying():
             return self.session.engine.tokenizer.template
+
+    @cached_property
+    def fills_in(self) -> bool:
+        """Whether the model fills in text; it may have to be loaded to find out, once."""
+        with self.session.staying():
+            return has_fill_in(self.session.engine.tokenizer)
 
     def load(self) -> None:
         """Load the model, if it rests."""

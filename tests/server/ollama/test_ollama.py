@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rekindle import Session
-from rekindle.engine.fake import FakeEngine
+from rekindle.engine.fake import ByteTokenizer, FakeEngine
+from rekindle.errors import Closed
 from rekindle.models import registry
 from rekindle.models.files import ModelFiles
 from tests.server.conftest import Serve
@@ -231,3 +232,17 @@ def test_its_own_client_works(serve: Serve) -> None:
     with pytest.raises(ollama.ResponseError) as raised:
         client.chat("llama3.2", USER)
     assert raised.value.status_code == 404
+
+
+def test_a_model_is_shown_while_it_may_be_unloaded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer, a part of the model with llama.cpp, is used only where the model stays loaded."""
+    served = serve()
+    real = ByteTokenizer.token_of
+
+    def token_of(tokenizer: ByteTokenizer, spelling: str) -> int | None:
+        if not served.session._alive.users:
+            raise Closed("The engine was closed. Load the model again.")
+        return real(tokenizer, spelling)
+
+    monkeypatch.setattr(ByteTokenizer, "token_of", token_of)
+    assert served.post("/api/show", model="fake-0").status_code == 200

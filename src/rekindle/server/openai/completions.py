@@ -39,10 +39,11 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
         raise ApiError(400, f"Give 1 to {_MAX_REPLIES // body.n} prompts.", param="prompt")
     asked = [replace(request, adapter=adapter) for request in asked]
     requests = [request_of_choice(request, number) for request in asked for number in range(body.n)]
+    texts = await _texts(call, prompts_of(body.prompt)) if body.echo else [""] * len(asked)
+    echoes = [text for text in texts for _ in range(body.n)]
     events = call.service.answer(requests, call.caller, body)
     pending = PendingReply(call, requests[0], events, call.ignored(body), len(requests))
     head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": pending.model}
-    echoes = [_echo(call, prompt) if body.echo else "" for prompt in prompts_of(body.prompt) for _ in range(body.n)]
 
     def whole(replies: list[Reply]) -> dict[str, Any]:
         choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]
@@ -65,8 +66,14 @@ async def _between(call: Call, body: CompletionRequest, suffix: str) -> list[lis
         raise ApiError(400, f"suffix is not supported: {error}", param="suffix") from None
 
 
-def _echo(call: Call, prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else call.service.session.engine.tokenizer.decode(prompt)
+async def _texts(call: Call, prompts: Sequence[Any]) -> list[str]:
+    session = call.service.session
+
+    def decoded() -> list[str]:
+        with session.staying():
+            return [one if isinstance(one, str) else session.engine.tokenizer.decode(one) for one in prompts]
+
+    return await call.tokenized(decoded)
 
 
 def _choice(number: int, reply: Reply, body: CompletionRequest, echo: str) -> dict[str, Any]:
