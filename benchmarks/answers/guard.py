@@ -73,8 +73,8 @@ def _person(tenant: str, person: Person, knowledge: Knowledge, counts: dict[tupl
     bank, bare = (AnswerBank(library, embedder.digest, embedder.dimensions) for _ in range(2))
     banks = {True: bank, False: unguard(bare)}
 
-    def retrieve(question: str, top_k: int, retrieval: Retrieval) -> list[int]:
-        return [hit.chunk.id for hit in knowledge.search(question, top_k, retrieval, tenant=tenant).hits]
+    def retrieve(question: str, top_k: int | None, retrieval: Retrieval) -> list[int]:
+        return [hit.chunk.id for hit in knowledge.search(question, top_k or TOP_K, retrieval, tenant=tenant).hits]
 
     def asked(text: str) -> BankQuestion:
         found = knowledge.search(text, TOP_K, tenant=tenant)

@@ -585,3 +585,31 @@ def test_vectors_are_kept_in_half_precision(bank: AnswerBank, known: Library) ->
     with known.reading() as connection:
         row = connection.execute("SELECT vector, tokens FROM answers").fetchone()
     assert row == (to_stored(question.vector[None])[0], token_bytes(list(b"Eleven.")))
+
+
+def test_a_reply_that_only_cites_is_never_an_answer_of_the_bank(known: Library, bank: AnswerBank) -> None:
+    question = asked(known, COST)
+    only_cited = AnswerText("[1]", (1, 2), "t", "stop", 1.0)
+    id = bank.keep(question, only_cited)
+    assert id is not None and bank.entries([id])[0].state == "open" and bank.entries([id])[0].answer is None
+    bank.keep(question, AnswerText("Eleven crowns.", (3, 4), "t", "stop", 1.0))
+    with known.writing() as connection:  # as an earlier version kept it
+        connection.execute("UPDATE answers SET text='[1], [2]'")
+    found = bank.lookup(question, finding(known), 0.85)  # type: ignore[arg-type]
+    assert found.direct is None and found.drafts == ()
+    assert bank.entries([id])[0].answer is None
+
+
+def test_a_question_about_relevant_passages_is_found_again_as_that(known: Library, bank: AnswerBank) -> None:
+    question = replace(asked(known, COST), top_k=None)
+    id = bank.keep(question, AnswerText("Eleven crowns.", (3, 4), "t", "stop", 1.0))
+    assert id is not None and bank.entries([id])[0].top_k is None
+    known.put([cut("news", "The lamp was sold.", seed=300)], "e")
+    seen: list[int | None] = []
+
+    def retrieve(_question: str, top_k: int | None, _retrieval: Retrieval) -> Sequence[int]:
+        seen.append(top_k)
+        return question.evidence
+
+    assert bank.lookup(question, retrieve, 0.85).direct is not None
+    assert bank.mark_stale(retrieve) == 0 and set(seen) == {None}

@@ -40,3 +40,13 @@ def test_a_direct_answer_that_the_model_had_to_write_is_a_line_with_the_reason(s
     assert shown["refused"] is not None
     off = rekindle("ask", QUESTION, *settings, "--answers", "off")
     assert off.exit_code == 0 and "note:" not in off.stderr
+
+
+def test_the_sentence_of_the_source_stands_under_the_answer_and_says_where_it_is_uncertain(settings: list[str]) -> None:
+    quoted = '[1] "Mara lights it at dusk."'
+    lamp = rekindle("ask", "Does Mara light it at dusk?", *settings, "--answers", "off")
+    assert lamp.exit_code == 0 and quoted in lamp.stdout and "Uncertain" not in lamp.stdout
+    lost = rekindle("ask", "Which zeppelin museum sells postcards?", *settings, "--answers", "off")
+    assert lost.exit_code == 0 and "Uncertain: no passage is clearly about the question." in lost.stdout
+    told = json.loads(rekindle("ask", "Does Mara light it at dusk?", *settings, "--answers", "off", "--json").stdout)
+    assert told["quote"] == {"number": 1, "text": "Mara lights it at dusk."} and told["uncertain"] is False

@@ -526,3 +526,22 @@ def test_a_full_library_is_507_and_the_rest_goes_on(serve: Serve, embedder: str)
     answer = served.post(DOCUMENTS, documents=[LAMP])
     assert answer.status_code == 507 and answer.json()["error"]["code"] == "library_full"
     assert served.get(DOCUMENTS).json()["data"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_the_sentence_of_its_source_and_whether_that_is_uncertain(learned: Served, stream: bool) -> None:
+    ingest(learned, ALICE, LAMP, TEA)
+    lost = "Which zeppelin museum in Friedrichshafen sells postcards to pensioners on rainy Mondays in the winter?"
+    for question, uncertain in (("When is the lamp of the lighthouse lit?", False), (lost, True)):
+        body = {"question": question, "max_tokens": 4, "retrieval": "bm25" if not uncertain else "fused"}
+        if stream:
+            with learned.http(ALICE) as client:
+                told = streamed(client, ASK, **body)[-1]
+        else:
+            told = ask(learned, ALICE, **body)
+        assert told["rekindle"]["retrieval"]["uncertain"] is uncertain
+        assert told["quote"]["number"] == 1 and (uncertain or told["quote"]["text"] == LAMP)
+    chat = {"messages": [{"role": "user", "content": "When is the lamp of the lighthouse lit?"}], "max_tokens": 4}
+    about = learned.post(CHAT, ALICE, **chat, rekindle={"knowledge": {"retrieval": "bm25"}}).json()["rekindle"]
+    assert [source["text"] for source in about["sources"]] == [LAMP]
+    assert about["quote"] == {"number": 1, "text": LAMP} and about["retrieval"]["uncertain"] is False

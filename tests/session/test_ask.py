@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rekindle.core.keys import token_bytes
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import ContextOverflow, InvalidPrompt, InvalidSetting, NothingKnown
+from rekindle.session.ask import most_passages
 from rekindle.session.prompt import encode_prompt
 from rekindle.store import history
 from tests.server.soak import tiny_embedder
@@ -258,3 +260,58 @@ def test_tenants_ask_their_own_documents(session: Session) -> None:
     mine = session.ask("lamp", retrieval="bm25", max_tokens=1)
     theirs = session.ask("lamp", retrieval="bm25", max_tokens=1, tenant="other")
     assert "secret" not in str(mine.sources) and "secret" in str(theirs.sources) and "hall" not in str(theirs.sources)
+
+
+def test_by_default_only_relevant_passages_are_quoted_and_a_number_gives_that_many(session: Session) -> None:
+    question = "What does the ferry from Vesk to Ormund cost?"
+    answer = session.ask(question, max_tokens=4, retrieval="bm25")
+    assert [source.text for source in answer.sources] == [BOATS] and answer.uncertain is False
+    assert answer.quote is not None and answer.quote.number == 1
+    assert answer.quote.text == "The ferry to Ormund costs eleven crowns."
+    told = answer.as_dict()
+    assert told["quote"] == {"number": 1, "text": answer.quote.text} and told["uncertain"] is False
+    assert len(session.ask(question, top_k=2, max_tokens=4, retrieval="bm25").sources) == 2
+
+
+def test_if_no_passage_is_relevant_the_nearest_one_is_quoted_and_marked(session: Session) -> None:
+    question = "Which zeppelin museum in Friedrichshafen sells postcards about burns?"
+    answer = session.ask(question, max_tokens=4, retrieval="bm25")
+    assert answer.uncertain is True and [source.text for source in answer.sources] == [LAMPS]
+    assert answer.quote is not None and answer.quote.text in LAMPS and answer.as_dict()["uncertain"] is True
+
+
+def test_the_prompt_of_relevant_passages_is_the_same_with_and_without_the_cache(
+    session: Session, embedder: str
+) -> None:
+    questions = ["When is bread baked?", "ferry Vesk lamp", "Who is the baker?", "ferry Vesk lamp"]
+    library = session.knowledge.folder
+    with Session(FakeEngine(context_tokens=4000), cache="off", library=library, embedder=embedder) as plain:
+        for question in questions:
+            one, other = (made.prepare(question, max_tokens=4) for made in (session, plain))
+            assert one.request.quotes == other.request.quotes
+            prompts = [encode_prompt(made.engine, one.request).tokens for made in (session, plain)]
+            assert prompts[0] == prompts[1]
+            session.answer(one.request).reply  # noqa: B018  (its KV is known to the next)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "context_tokens", "count"),
+    [(135_000_000, 8192, 2), (494_000_000, 32768, 3), (1_500_000_000, 1024, 2), (8_000_000_000, 8192, 5), (10, 300, 1)],
+)
+def test_a_small_model_or_context_gets_fewer_passages(parameters: int, context_tokens: int, count: int) -> None:
+    engine = FakeEngine(context_tokens=context_tokens)
+    engine.parameters = parameters
+    assert most_passages(engine) == count
+
+
+def test_a_reply_that_only_cites_is_shown_with_the_cited_sentence_and_not_kept(session: Session) -> None:
+    question = "What does the ferry from Vesk to Ormund cost?"
+    prepared = session.prepare(question, top_k=2, retrieval="bm25", max_tokens=4, answers="verified")
+    reply = replace(session.answer(prepared.request).reply, text="[2]", finish_reason="stop")
+    answer = prepared.answer(reply, 0.0)
+    assert answer.quote is not None and answer.quote.number == 2 and answer.quote.text in prepared.sources[1].text
+    assert prepared.consulted is not None
+    session.answers.keep(prepared.consulted, reply, 1.0)
+    assert session.flush()
+    (kept,) = session.answers.bank().entries()
+    assert kept.question == question and kept.answer is None and kept.state == "open"

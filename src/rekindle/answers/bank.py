@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rekindle.answers.ask_terms import AskTerms
-from rekindle.answers.bank_rows import SELECT, AnswerText, BankEntry, entry_of
+from rekindle.answers.bank_rows import RELEVANT, SELECT, AnswerText, BankEntry, entry_of
+from rekindle.answers.citations import only_cites
 from rekindle.answers.guard import disagreement, is_doubt, same_evidence
 from rekindle.core.keys import token_bytes
 from rekindle.core.reply import QuestionOrigin
@@ -34,7 +35,7 @@ _ROW_BYTES = 256  # size of a row without its texts
 _MAX_TERMS = 64  # ways of asking that are remembered
 
 # Finds the passages for a question now: (text, top_k, retrieval) -> ids, the best first.
-Retrieve = Callable[[str, int, Retrieval], Sequence[int]]
+Retrieve = Callable[[str, int | None, Retrieval], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class BankQuestion:
 
     vector      of its text
     terms       a digest of what else the answer depends on: the model, its instructions, how tokens are drawn
-    top_k       number of passages to retrieve; 0: its documents came with it, and `terms` has their digest
+    top_k       number of passages; None: the relevant ones; 0: its documents came with it, `terms` has their digest
     evidence    the passages that were retrieved for it, the best first
     documents   those they stand in, and those that the question itself was made from
     generation  of the library, from before they were retrieved
@@ -53,7 +54,7 @@ class BankQuestion:
     text: str
     vector: Floats
     terms: str
-    top_k: int
+    top_k: int | None
     retrieval: Retrieval
     evidence: tuple[int, ...]
     documents: tuple[int, ...]
@@ -188,8 +189,11 @@ class AnswerBank:
         """Store a question, with its answer if there is one, and return its id.
 
         None if a passage it came from was removed, the library is full, or it has another embedder's vectors. A
-        question without an answer does not replace one with an answer, nor a truncated answer a complete one.
+        question without an answer does not replace one with an answer, nor a truncated answer a complete one. A reply
+        that only cites is no answer.
         """
+        if answer is not None and only_cites(answer.text):
+            answer = None
         if not self.library.has_passages(question.evidence):  # checked again below, inside the transaction
             return None
         now = self._clock()
@@ -229,7 +233,9 @@ class AnswerBank:
     def mark_stale(self, retrieve: Retrieve, max_count: int = 1000) -> int:
         """Check answers from before documents changed again, mark those that are stale, and return their number."""
         generation, stale = self.library.generation, 0
-        for entry in self.entries(where=f"state='fresh' AND top_k>0 AND generation!={generation}", max_count=max_count):
+        for entry in self.entries(
+            where=f"state='fresh' AND top_k!=0 AND generation!={generation}", max_count=max_count
+        ):
             same = tuple(retrieve(entry.question, entry.top_k, entry.retrieval)) == entry.evidence
             self._note(entry, generation, same=same)
             stale += not same
@@ -318,6 +324,7 @@ def _put(
 ) -> int:
     evidence = np.array(question.evidence, "<i8").tobytes()
     text, tokens = (None, None) if answer is None else (answer.text, token_bytes(answer.tokens))
+    top_k = RELEVANT if question.top_k is None else question.top_k
     size = _ROW_BYTES + len(question.text.encode()) + len(vector) + len(evidence)
     size += 0 if text is None or tokens is None else len(text.encode()) + len(tokens)
     old = connection.execute(
@@ -329,7 +336,7 @@ def _put(
             connection.execute("UPDATE answers SET asked=? WHERE id=?", (now, old[0]))
         return int(old[0])
     values = {
-        "vector": vector, "top_k": question.top_k, "retrieval": question.retrieval, "evidence": evidence,
+        "vector": vector, "top_k": top_k, "retrieval": question.retrieval, "evidence": evidence,
         "generation": question.generation, "state": "open" if answer is None else "fresh", "text": text,
         "tokens": tokens, "tokenizer": None if answer is None else answer.tokenizer,
         "finish": None if answer is None else answer.finish, "seconds": 0.0 if answer is None else answer.seconds,

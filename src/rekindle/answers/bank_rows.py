@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from rekindle.answers.citations import only_cites
 from rekindle.core.keys import token_ids
 from rekindle.core.reply import AnswerSource, FinishReason, QuestionOrigin, Reply, Reuse, StoredAnswer, Timings, Usage
 from rekindle.core.request import ReuseLevel
@@ -48,7 +49,7 @@ class BankEntry:
     question: str
     terms: str
     origin: QuestionOrigin
-    top_k: int
+    top_k: int | None
     retrieval: Retrieval
     evidence: tuple[int, ...]
     generation: int
@@ -60,6 +61,7 @@ class BankEntry:
     saved: float
 
 
+RELEVANT = -1  # in the column top_k: as many passages as are relevant
 _COLUMNS = (
     "id, question, terms, origin, top_k, retrieval, evidence, generation, state, text, tokens, tokenizer, finish, "
     "seconds, made, asked, uses, saved"
@@ -79,7 +81,9 @@ def entry_of(row: Sequence[object]) -> BankEntry | None:
             name: value.decode() for name, value in fields.items() if name in _TEXTS and isinstance(value, bytes)
         }
         text, tokens, *others = (fields.pop(name) for name in names)
-        answer = None if text is None else AnswerText(str(text), token_ids(tokens), *others)  # type: ignore[arg-type]
+        has_answer = text is not None and not only_cites(str(text))  # earlier versions kept such replies
+        answer = AnswerText(str(text), token_ids(tokens), *others) if has_answer else None  # type: ignore[arg-type]
+        fields["top_k"] = None if fields["top_k"] == RELEVANT else fields["top_k"]
         evidence = tuple(np.frombuffer(fields.pop("evidence"), "<i8").tolist())  # type: ignore[call-overload]
     except (ValueError, TypeError):
         return None
@@ -134,7 +138,15 @@ def given_sources(library: Library, entry: BankEntry, similarity: float) -> tupl
     chunks = library.chunks(entry.evidence)
     kept = [chunks[id] for id in entry.evidence if id in chunks]
     return tuple(
-        AnswerSource(number, chunk.name, chunk.source, chunk.title, chunk.passage.shown, similarity)
+        AnswerSource(
+            number,
+            chunk.name,
+            chunk.source,
+            chunk.title,
+            chunk.passage.shown,
+            similarity,
+            heading=chunk.passage.heading,
+        )
         for number, chunk in enumerate(kept, start=1)
     )
 

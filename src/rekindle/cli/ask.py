@@ -21,6 +21,10 @@ from rekindle.cli.options import (
 from rekindle.text.visible import printable
 
 TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, max=1000, help="Number of passages to quote.")]
+Passages = Annotated[
+    int | None,
+    typer.Option("--top-k", "-k", min=1, max=1000, help="Number of passages to quote; default: the relevant ones."),
+]
 Retrieval = Annotated[
     str, typer.Option(help="How passages are found: fused (BM25 and embeddings), weighted, bm25, embedding.")
 ]
@@ -34,7 +38,7 @@ def ask(
     loading: dict[str, Any],
     daemon: dict[str, Any],
     model: ModelOption = "smollm2",
-    top_k: TopK = 5,
+    top_k: Passages = None,
     retrieval: Retrieval = "fused",
     sources: Annotated[bool, typer.Option("--sources", help="Show the passages themselves, too.")] = False,
     verbose: Annotated[
@@ -60,12 +64,23 @@ def ask(
         print_json({"model": result["model"], **answer})
         return
     typer.echo()
+    show_quote(answer)
     show_sources(answer["sources"], whole=sources)
     if verbose:
         show_reuse(answer["reuse"], result["reuse"], result["spelled"])
     printer.print_footer(result, answer)
     if answer["refused"] is not None:
         typer.echo(f"note: no earlier answer was given: {printable(answer['refused'])}", err=True)
+
+
+def show_quote(answer: dict[str, Any]) -> None:
+    """Print the sentence of a source that is likely to answer, word for word, and whether that is uncertain."""
+    quote = answer["quote"]
+    if quote is None:
+        return
+    if answer["uncertain"]:
+        typer.echo("Uncertain: no passage is clearly about the question. The nearest one says:")
+    typer.echo(f'[{quote["number"]}] "{printable(quote["text"])}"\n')
 
 
 def show_sources(sources: Sequence[dict[str, Any]], *, whole: bool) -> None:

@@ -395,6 +395,7 @@ class AnswerSource:
     source      where that document came from
     score       of the retrieval; comparable within one answer
     cut         whether only its beginning fit
+    heading     the lines of `text` above the passage's own words; they may be empty
     """
 
     number: int
@@ -404,6 +405,15 @@ class AnswerSource:
     text: str
     score: float
     cut: bool = False
+    heading: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceQuote:
+    """A sentence of a source, word for word: the source's number, and the text."""
+
+    number: int
+    text: str
 
 
 QuestionOrigin = Literal[
@@ -444,6 +454,8 @@ class Answer(Reply):
     left_out    passages that were retrieved and did not fit into the context
     stored      the earlier answer that was used, if any
     refused     why the model wrote it although `answers` is direct
+    quote       the sentence of the best passage that is likely to answer; of the cited one if the reply only cites
+    uncertain   no passage is so relevant that it is likely to answer: the nearest one was quoted. None: not judged
     """
 
     question: str = ""
@@ -453,6 +465,8 @@ class Answer(Reply):
     left_out: int = 0
     stored: StoredAnswer | None = None
     refused: str | None = None
+    quote: SourceQuote | None = None
+    uncertain: bool | None = None
 
     @classmethod
     def of(cls, reply: Reply, before_seconds: float, **own: Any) -> Answer:
@@ -463,9 +477,9 @@ class Answer(Reply):
 
     def as_dict(self) -> dict[str, Any]:
         """The answer as plain values, for JSON."""
-        own = ("question", "retrieval", "retrieve_seconds", "left_out", "refused")
+        own = ("question", "retrieval", "retrieve_seconds", "left_out", "refused", "uncertain")
         values = {name: getattr(self, name) for name in own}
-        values["stored"] = None if self.stored is None else asdict(self.stored)
+        values |= {"stored": self.stored and asdict(self.stored), "quote": self.quote and asdict(self.quote)}
         return {**Reply.as_dict(self), **values, "sources": [asdict(source) for source in self.sources]}
 
     def summary(self) -> str:

@@ -86,7 +86,7 @@ class IdleOptions:
     budget: Budget = field(default_factory=Budget)
     max_tokens: int = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
-    top_k: int = 5
+    top_k: int | None = None
     retrieval: Retrieval = "fused"
     cutoff: float = 0.9
     rule: Rule = "rekindle"
@@ -403,7 +403,7 @@ class Idle:
         strategy = self.strategy
         if not guessed or strategy is None:
             return
-        vectors = self._session.knowledge.embedder().embed(texts).vectors  # [questions, dimensions]
+        vectors = self._session.knowledge.embedder().embed_questions(texts).vectors  # [questions, dimensions]
         for place in pick_novel(guessed, vectors, vectors[:0], max_count):
             if not self._worker.may_continue():
                 return

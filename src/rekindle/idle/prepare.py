@@ -9,6 +9,7 @@ from typing import Literal
 from rekindle.answers.ask_terms import AskTerms
 from rekindle.answers.bank import AnswerBank, BankQuestion
 from rekindle.answers.bank_rows import AnswerText, BankEntry
+from rekindle.answers.citations import only_cites
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.reply import QuestionOrigin
 from rekindle.core.request import AnswersWay, Request, Sampling
@@ -301,6 +302,8 @@ class Preparer:
             tokenizer = _consulted(prepared).tokenizer
             text = AnswerText(reply.text, reply.tokens, tokenizer, reply.finish_reason, result.seconds)
             id = self.bank.keep(_with(prepared, documents), text, origin)
+            if id is not None and only_cites(reply.text):
+                self._foreign.add(id)  # it was kept without an answer, and would get the same one again
         return self.record(action, prepared.question, result, id)
 
 

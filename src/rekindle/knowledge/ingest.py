@@ -232,7 +232,7 @@ class Ingester:
         return {**vectors, **dict(zip(new, made, strict=True))}
 
     def _embed(self, texts: Sequence[str]) -> list[bytes]:
-        embedded = self._embedder.embed(texts)
+        embedded = self._embedder.embed_passages(texts)
         self._done.embedded += len(texts)
         self._done.truncated += embedded.truncated
         letters = sum(map(str.isalpha, "".join(texts)))

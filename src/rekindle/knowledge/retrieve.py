@@ -13,12 +13,11 @@ vectors of 384 numbers take about ten milliseconds, so an approximate index is n
 
 from __future__ import annotations
 
-import re
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -27,8 +26,9 @@ from numpy.typing import NDArray
 
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown, nearest
 from rekindle.knowledge.library import Chunk, Library
+from rekindle.knowledge.relevance import CERTAIN, SHARE_OF_BEST, embedding_scale, relevance_of
 from rekindle.knowledge.salvage import Loss
-from rekindle.knowledge.segment import STOPWORDS, character_pairs
+from rekindle.knowledge.word_index import Index, any_of, postings_of, question_words, word_shares
 
 if TYPE_CHECKING:  # a stored answer in the same words is given without an embedder
     from rekindle.engine.embedding.embedder import Embedder
@@ -122,22 +122,26 @@ def to_stored(vectors: Floats) -> list[bytes]:
 Retrieval = Literal["fused", "weighted", "bm25", "embedding"]
 
 MAX_PASSAGES = 1000
+PASSAGES = 5  # among which relevant ones are chosen unless somebody says how many
 _DEPTH = 100  # of each ranking
 _RANK_CONSTANT = 5
 _MIXED_COUNTS = 2.0
-_MAX_WORDS = 64
 _MAX_POSTINGS = 20_000  # read by a BM25 search at most: the commonest words are left out beyond it
-_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A retrieved passage, and its rank in each ranking (from 1; None: not in it)."""
+    """A retrieved passage, and its rank in each ranking (from 1; None: not in it).
+
+    relevance   0: as if it had nothing to do with the question, 1: as if it answered it (see `knowledge/relevance`);
+                None if nothing here can judge that
+    """
 
     chunk: Chunk
     score: float
     bm25_rank: int | None = None
     embedding_rank: int | None = None
+    relevance: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,19 @@ class RetrievalResult:
     @property
     def seconds(self) -> float:
         return self.embed_seconds + self.search_seconds
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether none of the passages is so relevant that it is likely to answer."""
+        known = [hit.relevance for hit in self.hits if hit.relevance is not None]
+        return bool(known) and max(known) < CERTAIN
+
+    def relevant(self) -> RetrievalResult:
+        """The same without passages that are much less relevant than the best one; only the first one if uncertain."""
+        known = [hit.relevance for hit in self.hits if hit.relevance is not None]
+        least = SHARE_OF_BEST * max(known, default=0.0)
+        kept = tuple(hit for hit in self.hits if hit.relevance is None or hit.relevance >= least)
+        return replace(self, hits=self.hits[:1] if self.uncertain else kept)
 
 
 class Retriever:
@@ -179,21 +196,20 @@ class Retriever:
             words = self.search_bm25(question, depth) if retrieval != "embedding" else {}
             meanings = self.search_embedding(vector, depth) if vector is not None else {}
             found = self._hits(_ranked(words, meanings, retrieval), words, meanings, top_k)
+            judged = self._judged(question, found, meanings, by_words=retrieval != "embedding")
         if not found and not self._library.counts()["chunks"]:
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
-        return RetrievalResult(tuple(found), retrieval, embedded - started, time.perf_counter() - embedded, vector)
+        return RetrievalResult(judged, retrieval, embedded - started, time.perf_counter() - embedded, vector)
 
     def search_bm25(self, question: str, max_count: int) -> dict[int, float]:
         """Passages with words of the question, the best first: id -> BM25 score.
 
         In scripts without spaces, pairs of letters are the words.
         """
-        words = list(dict.fromkeys(_WORD.findall(question.lower())))
-        wanted = [word for word in words if word not in STOPWORDS] or words
-        pairs = list(dict.fromkeys(character_pairs(question)))
         with self._library.reading() as connection:
-            found = _search(connection, "words", wanted, max_count)
-            in_pairs = _search(connection, "pairs", pairs, max_count)
+            found, in_pairs = (
+                _search(connection, index, words, max_count) for index, words in question_words(question)
+            )
         if not in_pairs:
             return found
         both = _added(found, in_pairs)
@@ -209,8 +225,21 @@ class Retriever:
         embedder = self._embedder()
         if self._vectors is None:
             self._vectors = VectorIndex(self._library, embedder.dimensions)
-        vector: Floats = embedder.embed([question]).vectors[0]
+        vector: Floats = embedder.embed_questions([question]).vectors[0]
         return vector
+
+    def _judged(
+        self, question: str, hits: Sequence[Hit], meanings: Mapping[int, float], *, by_words: bool
+    ) -> tuple[Hit, ...]:
+        """The passages with their relevance."""
+        ids = [hit.chunk.id for hit in hits]
+        furthest = min(meanings.values(), default=0.0)  # others are no nearer
+        cosines = {id: meanings.get(id, furthest) for id in ids} if meanings else None
+        scale = embedding_scale(self._embedder()) if meanings else None
+        with self._library.reading() as connection:
+            shares = word_shares(connection, question, ids) if by_words else None
+        found = relevance_of(ids, cosines, shares, scale)
+        return tuple(replace(hit, relevance=relevance) for hit, relevance in zip(hits, found, strict=True))
 
     def _hits(
         self, ranked: Mapping[int, float], words: Mapping[int, float], meanings: Mapping[int, float], top_k: int
@@ -280,20 +309,18 @@ def _added(*parts: Mapping[int, float]) -> dict[int, float]:
     return {id: sum(part.get(id, 0.0) for part in parts) for part in parts for id in part}
 
 
-def _search(
-    connection: sqlite3.Connection, index: Literal["words", "pairs"], words: Sequence[str], max_count: int
-) -> dict[int, float]:
+def _search(connection: sqlite3.Connection, index: Index, words: Sequence[str], max_count: int) -> dict[int, float]:
     """The passages that an index has for any of some words, the best first: id -> BM25 score."""
     if not words:
         return {}
     rows = connection.execute(
         f"SELECT rowid, -bm25({index}) AS score FROM {index} WHERE {index} MATCH ? ORDER BY score DESC, rowid LIMIT ?",
-        (_any(_affordable(connection, index, words[:_MAX_WORDS])), max_count),
+        (any_of(_affordable(connection, index, words)), max_count),
     ).fetchall()
     return dict(rows)
 
 
-def _affordable(connection: sqlite3.Connection, index: str, words: Sequence[str]) -> Sequence[str]:
+def _affordable(connection: sqlite3.Connection, index: Index, words: Sequence[str]) -> Sequence[str]:
     """The words, without the commonest ones if reading all their postings would take too long.
 
     At least one word with postings stays.
@@ -301,20 +328,12 @@ def _affordable(connection: sqlite3.Connection, index: str, words: Sequence[str]
     (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM chunks").fetchone()
     if last <= _MAX_POSTINGS:
         return words
-    postings = {
-        word: connection.execute(f"SELECT count(*) FROM {index} WHERE {index} MATCH ?", (_any([word]),)).fetchone()[0]
-        for word in words
-    }
+    postings = postings_of(connection, index, words)
     chosen: list[str] = []
     read = 0
-    for word in sorted(words, key=lambda word: int(postings[word])):
+    for word in sorted(words, key=postings.__getitem__):
         if read and read + postings[word] > _MAX_POSTINGS:
             break
         chosen.append(word)
         read += postings[word]
     return chosen
-
-
-def _any(words: Sequence[str]) -> str:
-    """An FTS5 query for any of the words, quoted so that none is taken for syntax."""
-    return " OR ".join(f'"{word}"' for word in words)

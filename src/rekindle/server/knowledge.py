@@ -25,6 +25,7 @@ from rekindle.server.openai.translate import ask_options, usage_of
 from rekindle.server.pending_reply import PendingReply, answer_prepared
 from rekindle.server.reply_fields import (
     new_id,
+    quote_of_source,
     rekindle_of,
     retrieval_of,
     sources_of,
@@ -70,7 +71,12 @@ async def _chunks(
 
 def _ended(reply: Reply, prepared: Prepared, ignored: list[str]) -> dict[str, Any]:
     about = {**rekindle_of(reply.reuse, ignored), "retrieval": retrieval_of(prepared), **stored_of(prepared, reply)}
-    fields = {"usage": usage_of([reply]), "timings": timings_of(reply), "rekindle": about}
+    fields = {
+        **quote_of_source(prepared, reply),
+        "usage": usage_of([reply]),
+        "timings": timings_of(reply),
+        "rekindle": about,
+    }
     return {"finish_reason": reply.finish_reason, **fields}
 
 

@@ -68,7 +68,7 @@ _APP = {"id": _TEXT, "state": _TEXT, "requests": _COUNT, "seen": _NUMBER}
 _RANK = _or_null({"type": "integer", "minimum": 1})
 _DOCUMENT = {**_texts("name source title"), "app": _or_null(_TEXT), **_counts("chunks characters"), "added": _NUMBER}
 _PASSAGE = {"document": _TEXT, "source": _TEXT, "title": _TEXT, "text": _TEXT, "score": _NUMBER}
-_RETRIEVED = _object(method=_TEXT, ms=_NUMBER, left_out=_COUNT)
+_RETRIEVED = _object(method=_TEXT, ms=_NUMBER, left_out=_COUNT, uncertain=_FLAG)
 _LOST = _object(at=_NUMBER, documents=_COUNT, passages=_COUNT, names=_list(_TEXT))
 _EXPLAINED = _object(model=_TEXT, tokens=_COUNT, parts=_list(_object()), reason=_object(kind=_TEXT), text=_TEXT)
 
@@ -140,6 +140,7 @@ RESPONSES: dict[str, Schema] = {
         question=_TEXT,
         answer=_TEXT,
         sources=_list(_object(number=_COUNT, **_PASSAGE, cut=_FLAG)),
+        quote=_or_null(_object(number=_COUNT, text=_TEXT)),
         finish_reason=_TEXT,
         usage=_USAGE,
         timings=_TIMINGS,

@@ -71,12 +71,19 @@ def sources_of(prepared: Prepared) -> list[dict[str, Any]]:
     return [asdict(source) for source in prepared.sources]
 
 
+def quote_of_source(prepared: Prepared, reply: Reply) -> dict[str, Any]:
+    """The sentence of a source that is shown under a reply, with that source's number."""
+    quote = prepared.quote(reply)
+    return {"quote": None if quote is None else asdict(quote)}
+
+
 def retrieval_of(prepared: Prepared) -> dict[str, Any]:
-    """How passages were found, how long that took, how many did not fit, and what the library has lost."""
+    """How passages were found, how long that took, how many did not fit, whether none is likely to answer, and what
+    the library has lost."""
     found = prepared.retrieved
     left = len(found.hits) - len(prepared.sources)
     fields = {"method": found.retrieval, "ms": round(found.seconds * 1e3, 3), "left_out": left}
-    return {**fields, **warnings_of(found.losses)}
+    return {**fields, "uncertain": found.uncertain, **warnings_of(found.losses)}
 
 
 def warnings_of(losses: Sequence[Loss]) -> dict[str, Any]:
@@ -96,7 +103,8 @@ def stored_of(prepared: Prepared, reply: Reply) -> dict[str, Any]:
 def quoting_of(documents: int, reply: Reply, prepared: Prepared | None = None) -> dict[str, Any]:
     """Which documents of a chat were quoted, and which stored answer took part."""
     if prepared is not None and not prepared.has_own_documents:
-        return {"sources": sources_of(prepared), "retrieval": retrieval_of(prepared), **stored_of(prepared, reply)}
+        found = {"sources": sources_of(prepared), "retrieval": retrieval_of(prepared)}
+        return {**found, **quote_of_source(prepared, reply), **stored_of(prepared, reply)}
     quoted = reply.usage.quoted_passages
     about = {"documents": {"quoted": quoted, "left_out": documents - quoted}} if documents else {}
     return about if prepared is None else {**about, **stored_of(prepared, reply)}

@@ -38,6 +38,7 @@ MAX_TEXTS = 2048
 MAX_DOCUMENTS = 1000
 MAX_SALT = 1024  # characters
 _PASSAGES = "Number of passages."
+_RELEVANT = "Number of passages; default: the relevant ones, as many as the model can use."
 _EFFORT = "How much the model thinks aloud first, if its template has a switch for that."
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _EFFORTS: dict[Effort | None, Think | None] = {
@@ -190,7 +191,7 @@ SourceInput = Annotated[Annotated[Text, Tag("text")] | Annotated[SourceText, Tag
 class RetrievalOptions(RequestBody):
     """How passages of the library are retrieved."""
 
-    top_k: StrictInt = Field(5, ge=1, le=MAX_PASSAGES, description=_PASSAGES)
+    top_k: StrictInt | None = Field(None, ge=1, le=MAX_PASSAGES, description=_RELEVANT)
     retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
 
 
@@ -375,7 +376,7 @@ class AskRequest(SamplingBody):
     """The body of /v1/rekindle/ask."""
 
     question: Text = Field(min_length=1)
-    top_k: StrictInt = Field(5, ge=1, le=MAX_PASSAGES, description=_PASSAGES)
+    top_k: StrictInt | None = Field(None, ge=1, le=MAX_PASSAGES, description=_RELEVANT)
     retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
     instructions: Text | None = Field(None, min_length=1, description="Replaces the system message.")
     reuse: ReuseLevel | None = Field(None, description=_REUSE)
@@ -384,10 +385,12 @@ class AskRequest(SamplingBody):
     n: StrictInt = Field(1, ge=1, le=1, description="A question has one answer.")
 
 
-class SearchRequest(RetrievalOptions):
+class SearchRequest(RequestBody):
     """The body of /v1/rekindle/search."""
 
     query: Text = Field(min_length=1)
+    top_k: StrictInt = Field(5, ge=1, le=MAX_PASSAGES, description=_PASSAGES)
+    retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
     cache_salt: Text | None = Field(None, max_length=MAX_SALT, description="The salt of the documents.")
 
 

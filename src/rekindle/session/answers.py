@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rekindle.answers.ask_terms import AskTerms
-from rekindle.answers.bank import AnswerBank, BankLookup, BankQuestion, SimilarQuestion
+from rekindle.answers.bank import AnswerBank, BankLookup, BankQuestion, Retrieve, SimilarQuestion
 from rekindle.answers.bank_rows import AnswerText, given_stored
 from rekindle.core.reply import QuestionOrigin, Reply, StoredAnswer
 from rekindle.core.request import MAX_DRAFTS, AnswersWay, Request, ReuseLevel
 from rekindle.core.size import parse_limit
 from rekindle.errors import InvalidSetting, RekindleError
-from rekindle.knowledge.retrieve import Retrieval, RetrievalResult
+from rekindle.knowledge.retrieve import PASSAGES, Retrieval, RetrievalResult
 from rekindle.session.draft import MIN_RUN
 from rekindle.session.library import Knowledge
 from rekindle.session.model_memo import AnsweringModel, ModelMemo
@@ -72,8 +72,10 @@ class Answers:
         adapter_digest: Callable[[str | None], str | None],
         model: Callable[[], AnsweringModel],
         memo: ModelMemo | None = None,
+        passages: Callable[[], int] = lambda: PASSAGES,
     ) -> None:
         """`model` is called once, when a question comes; `memo` notes the model for runs that begin without it.
+        `passages` is how many the model can use.
 
         Raises `InvalidSetting`: later, what is wrong with a bank would only mean that there is none.
         """
@@ -86,6 +88,7 @@ class Answers:
         self._adapter_digest = adapter_digest
         self._find_model = model
         self._memo = memo
+        self._passages = passages
         self._lock = threading.Lock()
         self._banks: dict[str, AnswerBank] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rekindle-answers")
@@ -125,6 +128,17 @@ class Answers:
         """Whether earlier answers may take part in a request: they are texts, and say nothing else."""
         plain = request.grammar is None and not request.tools and request.logprobs is None and request.think is None
         return self.way(request) != "off" and plain and request.max_tokens > 0
+
+    def find(
+        self, question: str, top_k: int | None, retrieval: Retrieval, tenant: str | None, salt: str | None
+    ) -> RetrievalResult:
+        """The passages for a question, the best first: `top_k`, or the relevant ones, as many as the model can use."""
+        count = PASSAGES if top_k is None else top_k
+        found = self._knowledge.search(question, count, retrieval, tenant=tenant, cache_salt=salt)
+        if top_k is not None:
+            return found
+        relevant = found.relevant()
+        return replace(relevant, hits=relevant.hits[: self._passages()])
 
     def consult(
         self,
@@ -168,7 +182,7 @@ class Answers:
     ) -> BankQuestion:
         vector = retrieved.vector
         if vector is None:
-            vector = self._knowledge.embedder().embed([text]).vectors[0]
+            vector = self._knowledge.embedder().embed_questions([text]).vectors[0]
         return BankQuestion(
             text.strip(),
             vector,
@@ -214,12 +228,11 @@ class Answers:
 
         self._soon(work)
 
-    def retrieving(self, tenant: str | None, salt: str | None) -> Callable[[str, int, Retrieval], Sequence[int]]:
+    def retrieving(self, tenant: str | None, salt: str | None) -> Retrieve:
         """What finds the passages for a question now."""
 
-        def retrieve(question: str, top_k: int, retrieval: Retrieval) -> Sequence[int]:
-            found = self._knowledge.search(question, top_k, retrieval, tenant=tenant, cache_salt=salt)
-            return [hit.chunk.id for hit in found.hits]
+        def retrieve(question: str, top_k: int | None, retrieval: Retrieval) -> Sequence[int]:
+            return [hit.chunk.id for hit in self.find(question, top_k, retrieval, tenant, salt).hits]
 
         return retrieve
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 from rekindle.answers.ask_terms import AskTerms
 from rekindle.answers.bank_rows import given_reply, given_sources
+from rekindle.answers.citations import quote_under
 from rekindle.core.keys import token_bytes
-from rekindle.core.reply import Answer, AnswerSource, Reply, TextPiece
+from rekindle.core.reply import Answer, AnswerSource, Reply, SourceQuote, TextPiece
 from rekindle.core.request import MessageLike, ReplyOptions, Request
+from rekindle.engine.base import Engine
 from rekindle.engine.fairness import CURRENT, IDLE
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retrieval, RetrievalResult
+from rekindle.knowledge.retrieve import PASSAGES, Retrieval, RetrievalResult
 from rekindle.session.answers import Answers, Consulted
 from rekindle.session.library import Knowledge, quote_of
 from rekindle.session.prompt import PromptTokens
@@ -25,16 +27,20 @@ from rekindle.session.reply_stream import ReplyStream
 from rekindle.session.reply_stream import Run as Running
 from rekindle.store.tiered import TieredStore
 
+_FEW_PASSAGES = ((400_000_000, 2), (3_000_000_000, 3))  # below so many parameters
+_PASSAGE_TOKENS = 512  # of the context, for each passage
+
 Keeping = Callable[[Consulted, Reply, float], None]
 
 
 class AskOptions(ReplyOptions, total=False):
-    """The keyword arguments of `Session.ask`. `top_k` is how many passages, not how many tokens to draw from.
+    """The keyword arguments of `Session.ask`. `top_k` is how many passages, not how many tokens to draw from; None:
+    those that are relevant, as many as the model can use.
 
     `messages` is a chat that is answered in place of the question, which is then only what is looked for.
     """
 
-    top_k: int
+    top_k: int | None
     retrieval: Retrieval
     instructions: str | None
     messages: Sequence[MessageLike]
@@ -63,6 +69,10 @@ class Prepared:
             return None
         return given_reply(self.consulted.direct, len(self.sources), self.consulted.level)
 
+    def quote(self, reply: Reply) -> SourceQuote | None:
+        """The sentence to show under a reply."""
+        return quote_under(reply.text, self.question, self.sources)
+
     def answer(self, reply: Reply, seconds: float) -> Answer:
         """The reply with its sources; `seconds` went by before the model was asked."""
         return Answer.of(
@@ -75,6 +85,8 @@ class Prepared:
             left_out=len(self.retrieved.hits) - len(self.sources),
             stored=None if self.consulted is None else self.consulted.stored(reply),
             refused=None if self.consulted is None else self.consulted.found.refused,
+            quote=self.quote(reply),
+            uncertain=self.retrieved.uncertain,
         )
 
 
@@ -99,7 +111,14 @@ def sources_of(retrieved: RetrievalResult, prompt: PromptTokens) -> tuple[Answer
     """The passages that stand in a prompt, numbered as there."""
     return tuple(
         AnswerSource(
-            number, hit.chunk.name, hit.chunk.source, hit.chunk.title, hit.chunk.passage.shown, hit.score, used.cut
+            number,
+            hit.chunk.name,
+            hit.chunk.source,
+            hit.chunk.title,
+            hit.chunk.passage.shown,
+            hit.score,
+            used.cut,
+            hit.chunk.passage.heading,
         )
         for number, used in enumerate(prompt.quoted, start=1)
         for hit in (retrieved.hits[used.index],)
@@ -107,7 +126,7 @@ def sources_of(retrieved: RetrievalResult, prompt: PromptTokens) -> tuple[Answer
 
 
 def find_stored(
-    knowledge: Knowledge, answers: Answers, question: str, request: Request, top_k: int, retrieval: Retrieval
+    knowledge: Knowledge, answers: Answers, question: str, request: Request, top_k: int | None, retrieval: Retrieval
 ) -> Prepared:
     """Find the passages for a question, and the stored answer that may be given. No model is needed for that.
 
@@ -116,7 +135,7 @@ def find_stored(
     request = replace(request, answers=answers.way(request))
     whose = (request.tenant, request.cache_salt)
     generation = knowledge.generation(*whose)
-    retrieved = knowledge.search(question, top_k, retrieval, tenant=whose[0], cache_salt=whose[1])
+    retrieved = answers.find(question, top_k, retrieval, *whose)
     request = replace(request, quotes=tuple(quote_of(hit.chunk) for hit in retrieved.hits))
     terms = AskTerms.of(request, question, top_k, retrieval)
     if terms is None or not answers.heeds(request):
@@ -148,6 +167,13 @@ def with_stored_reply(prepared: Prepared, consulted: Consulted | None) -> Prepar
     else:
         sources = given_sources(consulted.bank.library, near.entry, near.similarity)
     return replace(prepared, sources=sources, consulted=consulted)
+
+
+def most_passages(engine: Engine) -> int:
+    """How many passages a model is given unless somebody chose: a small one takes facts from the wrong passage, and
+    in a short context they leave no room."""
+    fit = max(1, engine.context_tokens // _PASSAGE_TOKENS)
+    return min(fit, next((count for below, count in _FEW_PASSAGES if engine.parameters < below), PASSAGES))
 
 
 class Evidence:

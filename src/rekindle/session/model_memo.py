@@ -26,13 +26,14 @@ _VARIABLES = ("CUDA_", "GGML_", "HF_", "HIP_", "MKL_", "OLLAMA_", "OMP_", "PYTHO
 
 @dataclass(frozen=True)
 class AnsweringModel:
-    """What a stored answer depends on: digests of the identity and tokenizer of the model that wrote it, and of the
-    embedder that found its passages."""
+    """What a stored answer depends on: digests of the identity and tokenizer of the model that wrote it, of the
+    embedder that found its passages, and how many of those it can use."""
 
     name: str
     identity: str
     tokenizer: str
     embedder: str
+    passages: int
 
 
 class ModelMemo:

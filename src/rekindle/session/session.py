@@ -59,6 +59,7 @@ from rekindle.session.ask import (
     Prepared,
     find_for_documents,
     find_stored,
+    most_passages,
     sources_of,
     with_stored_reply,
 )
@@ -129,7 +130,8 @@ class Session:
         # What another session kept in the user's own folder goes, too, if this one keeps nothing.
         purge = purging(self.settings) if self.cache.store is None else self.cache.purge
         self.knowledge = Knowledge(self.settings, purge) if group is None else group.knowledge
-        self.answers = Answers(self.settings, self.knowledge, self.adapters.digest, self._answering, memo)
+        made_of = (self.settings, self.knowledge, self.adapters.digest, self._answering, memo)
+        self.answers = Answers(*made_of, passages=lambda: most_passages(self.engine))
         self._alive = KeepAlive(stays_seconds, self._rest)
         # A program that ends without closing its sessions still keeps what they computed.
         self._finalizer = weakref.finalize(self, self.cache.close)
@@ -165,7 +167,8 @@ class Session:
         """What the answers of this model depend on."""
         engine = self.engine
         identity = engine.identity(engine.regime(1))
-        return AnsweringModel(engine.name, identity.digest, identity.tokenizer, self.knowledge.embedder().digest)
+        embedder, passages = self.knowledge.embedder().digest, most_passages(engine)
+        return AnsweringModel(engine.name, identity.digest, identity.tokenizer, embedder, passages)
 
     def _rest(self) -> None:
         """Let the model go until the next request; what it computed is kept first."""
@@ -290,7 +293,8 @@ class Session:
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the documents that were ingested, with sources.
 
-        top_k         number of passages to quote, if they fit
+        top_k         number of passages to quote, if they fit; by default those that are relevant to the question,
+                      at most 5, 3 for models below 3 billion parameters, 2 below 400 million
         retrieval     how they are found: fused (by words and by meaning), weighted, bm25, embedding
         instructions  in place of the system message
 
@@ -308,13 +312,13 @@ class Session:
         chosen: dict[str, Any] = {**options}
         if chosen.pop("documents", None):
             raise InvalidSetting("ask() finds its documents itself. Give yours to chat(), or ingest them.")
-        top_k, retrieval = chosen.pop("top_k", 5), chosen.pop("retrieval", "fused")
+        top_k, retrieval = chosen.pop("top_k", None), chosen.pop("retrieval", "fused")
         instructions, messages = chosen.pop("instructions", None), chosen.pop("messages", None)
         request = Request.of(messages or asking(question, instructions), **chosen)
         return self.prepare_request(question, request, top_k, retrieval)
 
     def prepare_request(
-        self, question: str, request: Request, top_k: int = 5, retrieval: Retrieval = "fused"
+        self, question: str, request: Request, top_k: int | None = None, retrieval: Retrieval = "fused"
     ) -> Prepared:
         """The same for a chat that was built before. Earlier answers take part if the question is its last message."""
         prepared = find_stored(self.knowledge, self.answers, question, request, top_k, retrieval)

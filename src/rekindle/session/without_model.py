@@ -24,6 +24,7 @@ from rekindle.answers.bank_rows import (
     note_given,
     same_wording,
 )
+from rekindle.answers.citations import quote_under
 from rekindle.core.reply import Answer
 from rekindle.core.request import Request
 from rekindle.core.scope import scope_of
@@ -99,6 +100,7 @@ def _answer(asked: ModelFreeAsk, library: Library, entry: BankEntry) -> Answer:
         sources=sources,
         retrieval=asked.terms.retrieval,
         stored=given_stored(entry, 1.0),
+        quote=quote_under(reply.text, asked.question, sources),
     )
 
 
@@ -118,7 +120,9 @@ def in_other_words(asked: ModelFreeAsk) -> Answer | None:
     from rekindle.session.library import Knowledge, purging
 
     with closing(Knowledge(asked.settings, purging(asked.settings))) as knowledge:
-        answers = Answers(asked.settings, knowledge, lambda _: None, lambda: asked.model)
+        answers = Answers(
+            asked.settings, knowledge, lambda _: None, lambda: asked.model, None, lambda: asked.model.passages
+        )
         with closing(answers):
             terms = asked.terms
             prepared = find_stored(knowledge, answers, asked.question, asked.request, terms.top_k, terms.retrieval)

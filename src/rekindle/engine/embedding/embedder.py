@@ -134,6 +134,7 @@ class Embedder:
             digest_of_files([*self._weights, self._folder / "tokenizer.json"]),
             digest_of_config(read_config(self._folder)),
             f"{settings.pooling} {self.token_limit} {settings.lower}",
+            *(prefix for prefix in (settings.question_prefix, settings.passage_prefix) if prefix),
         )
 
     def count_tokens(self, text: str) -> int:
@@ -145,6 +146,14 @@ class Embedder:
         whole = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         whole.no_truncation()
         return whole
+
+    def embed_questions(self, texts: Sequence[str]) -> Embeddings:
+        """The vectors of questions, to look for passages with: some models read a word before each."""
+        return self.embed([f"{self._settings.question_prefix}{text}" for text in texts])
+
+    def embed_passages(self, texts: Sequence[str]) -> Embeddings:
+        """The vectors of passages that questions are compared with."""
+        return self.embed([f"{self._settings.passage_prefix}{text}" for text in texts])
 
     def embed(self, texts: Sequence[str], *, cancelled: Callable[[], bool] | None = None) -> Embeddings:
         """The vectors of texts, also of empty ones.

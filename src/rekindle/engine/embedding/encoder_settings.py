@@ -21,11 +21,14 @@ _FLAG = "pooling_mode_"
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """`token_limit` is None if only the encoder limits it; `lower`: texts are lowercased."""
+    """`token_limit` is None if only the encoder limits it; `lower`: texts are lowercased; the prefixes stand before
+    questions and passages, where the model was trained with some (e5: "query: " and "passage: ")."""
 
     pooling: Pooling = "mean"
     token_limit: int | None = None
     lower: bool = False
+    question_prefix: str = ""
+    passage_prefix: str = ""
 
 
 def read_encoder_settings(folder: Path, *, pooled: bool = False) -> EncoderSettings:
@@ -47,11 +50,14 @@ def read_encoder_settings(folder: Path, *, pooled: bool = False) -> EncoderSetti
         raise BrokenModel(f"{folder / 'modules.json'} is damaged ({error!r}). Get it again.") from error
     about = _read_typed(folder / "sentence_bert_config.json", {})
     limits = [about.get("max_seq_length"), _read_typed(folder / "tokenizer_config.json", {}).get("model_max_length")]
+    prompts = _read_typed(folder / "config_sentence_transformers.json", {}).get("prompts") or {}
     known = [int(limit) for limit in limits if isinstance(limit, (int, float)) and limit > 0]
     return EncoderSettings(
         pooling="mean" if pooled else _pooling_of(folder / pooling / "config.json"),
         token_limit=min(known, default=None),
         lower=bool(about.get("do_lower_case", False)),
+        question_prefix=str(prompts.get("query", "")),
+        passage_prefix=str(prompts.get("document", prompts.get("passage", ""))),
     )
 
 

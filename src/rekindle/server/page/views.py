@@ -28,7 +28,7 @@ from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.protocol import EventStream
 from rekindle.server.recent_requests import RecordedRequest
-from rekindle.server.reply_fields import retrieval_of, sources_of, stored_of
+from rekindle.server.reply_fields import quote_of_source, retrieval_of, sources_of, stored_of
 from rekindle.server.usage_log import HOUR, MINUTE
 from rekindle.store import history, report
 
@@ -128,7 +128,7 @@ def _texts(call: Call, record: RecordedRequest) -> dict[str, Any]:
         found |= {"question": record.prepared.question, "sources": sources_of(record.prepared)}
         found["retrieval"] = retrieval_of(record.prepared)
         if record.reply is not None:
-            found |= stored_of(record.prepared, record.reply)
+            found |= stored_of(record.prepared, record.reply) | quote_of_source(record.prepared, record.reply)
     return found
 
 

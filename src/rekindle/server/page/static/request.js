@@ -87,6 +87,8 @@ function passages(found) {
     chunks.length ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["passage", "tokens", "its KV", "recomputed", "changed"].map(t => h("th", {}, t)))),
       h("tbody", {}, chunks.map(c => h("tr", {}, h("td", {}, c.number ? `[${c.number}]` : "text"), h("td", { class: "num" }, `${count(c.start)}–${count(c.stop)}`),
         h("td", {}, names[c.source], c.streamed ? ", by the origin" : ""), h("td", { class: "num" }, count(c.recomputed)), h("td", { class: "num" }, c.change === null ? "–" : percent(c.change))))))) : null,
+    found.quote ? h("blockquote", {}, `[${found.quote.number}] `, h("q", {}, found.quote.text)) : null,
+    found.retrieval?.uncertain ? h("p", { class: "note" }, "Uncertain: no passage is clearly about the question; this is the nearest one.") : null,
     sources.map(source => h("details", { class: "source" }, h("summary", {}, h("b", {}, `[${source.number}] ${source.title || source.document}`), h("span", { class: "muted" }, source.source)),
       h("p", { class: "prompt-text" }, source.text))));
 }
