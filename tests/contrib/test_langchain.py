@@ -37,7 +37,7 @@ from tests.contrib.frameworks import BOATS, CountingEngine, session_in, wait_in_
 from tests.server.soak import tiny_embedder
 
 QUESTION = "What does the ferry from Vesk to Ormund cost?"
-ASKING = [SystemMessage(asking("")[0].content), HumanMessage(f"Question: {QUESTION}")]
+ASKING = [SystemMessage(asking("")[0].content), HumanMessage(asking(QUESTION)[1].content)]
 
 
 class Weather(BaseModel):

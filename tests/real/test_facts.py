@@ -1,7 +1,6 @@
 """Models that write give the facts of the notes in `docs/examples/notes.jsonl`, each in a note of its own.
 
-`MODELS_FOR_TESTS` is a folder with GGUF files of larger models. The embedded model of 135 million parameters often
-writes another fact than it reads: there the sentence under the answer counts, too, which is what people see.
+`MODELS_FOR_TESTS` is a folder with GGUF files of larger models.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ FACTS = {
 }
 LARGER = ("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
 WANTED = 4  # of five
-EMBEDDED_WRITES = 3  # of five
 
 pytestmark = [
     pytest.mark.real,
@@ -36,8 +34,7 @@ pytestmark = [
 def test_the_embedded_model_and_the_sentence_under_its_answer_give_the_facts(tmp_path: Path) -> None:
     written, quoted = _facts("smollm2", tmp_path)
     assert sum(quoted) >= WANTED, quoted
-    assert sum(one or other for one, other in zip(written, quoted, strict=True)) >= WANTED
-    assert sum(written) >= EMBEDDED_WRITES, written
+    assert sum(written) >= WANTED, written
 
 
 @pytest.mark.long

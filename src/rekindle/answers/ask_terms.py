@@ -23,6 +23,8 @@ INSTRUCTIONS = (
     "language of the question. If the passages do not answer it, say so."
 )
 
+_LEAD = "Answer from the passages above.\nQuestion: "  # repeated here, small models heed it more often
+
 _MAX_CHARACTERS = 1 << 16  # of stored terms: a longer system prompt is used, but not learnt
 _NOT_IN_THE_TEXT = ("max_tokens", "adapter", "reuse")  # of the answer: a limit, and what the digest has in another form
 
@@ -115,7 +117,7 @@ class AskTerms:
 
 def asking(question: str, instructions: str | None = None) -> tuple[Message, ...]:
     """The chat that asks a question about passages."""
-    return (Message("system", instructions or INSTRUCTIONS), Message("user", f"Question: {question.strip()}"))
+    return (Message("system", instructions or INSTRUCTIONS), Message("user", f"{_LEAD}{question.strip()}"))
 
 
 def _messages(stored: Sequence[dict[str, Any]]) -> tuple[Message, ...]:

@@ -42,7 +42,7 @@ class Scale:
     def of(cls, scores: NDArray[np.floating]) -> Scale | None:
         """The scale of scores [questions, passages], of which those on the diagonal belong together.
 
-        None if the two kinds can hardly be told apart.
+        None if the two kinds hardly differ.
         """
         own = np.eye(len(scores), dtype=bool)
         answering, unrelated = scores[own], scores[~own]

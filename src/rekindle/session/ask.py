@@ -27,7 +27,7 @@ from rekindle.session.reply_stream import ReplyStream
 from rekindle.session.reply_stream import Run as Running
 from rekindle.store.tiered import TieredStore
 
-_FEW_PASSAGES = ((400_000_000, 2), (3_000_000_000, 3))  # below so many parameters
+_FEW_PASSAGES = ((400_000_000, 2), (3_000_000_000, 3))  # models below a number of parameters
 _PASSAGE_TOKENS = 512  # of the context, for each passage
 
 Keeping = Callable[[Consulted, Reply, float], None]
