@@ -167,19 +167,20 @@ def assert_read(answer: Answer, passages: int) -> None:
 def test_with_a_high_threshold_questions_are_only_read_and_answered_when_it_falls(
     tmp_path: Path, embedder: str
 ) -> None:
+    five = options(min_tokens=4, top_k=5)
     with session(tmp_path, embedder, answers="direct", similarity_threshold=0.95) as own:
-        done = Idle(own, TERSE).predict_from_passages(1)
+        done = Idle(own, five).predict_from_passages(1)
         assert actions(done) == ["prefill"]
         (entry,) = own.answers.bank().entries()
         assert entry.state == "open" and entry.origin == "passage" and entry.asked is None
-        assert Idle(own, TERSE).convert() == []  # its KV is there
-        assert_read(own.ask(entry.question, max_tokens=6, answers="off"), passages=2)
+        assert Idle(own, five).convert() == []  # its KV is there
+        assert_read(own.ask(entry.question, max_tokens=6, top_k=5, answers="off"), passages=2)
     with session(tmp_path, embedder, TerseScripted(), answers="direct", similarity_threshold=0.8) as own:
-        (did,) = Idle(own, TERSE).convert()
+        (did,) = Idle(own, five).convert()
         assert did.action == "decode" and did.answer == entry.id
         (answered,) = own.answers.bank().entries(where="origin='passage'")
         assert answered.state == "fresh" and answered.answer is not None
-        given = own.ask(entry.question, max_tokens=6, min_tokens=4)
+        given = own.ask(entry.question, max_tokens=6, top_k=5, min_tokens=4)
         assert given.stored is not None and given.stored.way == "direct" and given.text == answered.answer.text
 
 
@@ -192,18 +193,18 @@ def test_the_published_rule_reads_all_of_a_question(tmp_path: Path, embedder: st
 
 def test_kv_that_is_gone_is_computed_again_while_there_is_room(tmp_path: Path, embedder: str) -> None:
     with session(tmp_path, embedder) as own:
-        Idle(own, OPTIONS).predict_from_passages(2)
+        Idle(own, options(top_k=5)).predict_from_passages(2)
     library = tmp_path / "cache-library"
     with session(tmp_path / "new", embedder, library=library) as own:
-        done = Idle(own, OPTIONS).convert()
+        done = Idle(own, options(top_k=5)).convert()
         assert [did.action for did in done] == ["restore", "restore"]
-        assert Idle(own, OPTIONS).convert() == []
-        assert_read(own.ask(done[0].what, max_tokens=6), passages=2)
+        assert Idle(own, options(top_k=5)).convert() == []
+        assert_read(own.ask(done[0].what, max_tokens=6, top_k=5), passages=2)
     with session(tmp_path / "asked", embedder, library=library) as own:
-        Idle(own, OPTIONS).convert()  # of what a user asked, all of it
-        assert own.ask(done[0].what, max_tokens=6).reuse.computed <= 1
+        Idle(own, options(top_k=5)).convert()  # of what a user asked, all of it
+        assert own.ask(done[0].what, max_tokens=6, top_k=5).reuse.computed <= 1
     with session(tmp_path / "full", embedder, library=library, disk_limit="1MB") as own:
-        assert Idle(own, OPTIONS).convert() == [] and Idle(own, OPTIONS).warm() == []
+        assert Idle(own, options(top_k=5)).convert() == [] and Idle(own, options(top_k=5)).warm() == []
 
 
 def test_a_warm_passage_is_reused_by_whatever_question_finds_it_first(own: Session) -> None:
