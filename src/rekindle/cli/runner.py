@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from rekindle.daemon.spec import DaemonSpec
 from rekindle.errors import RekindleError
 from rekindle.models.sources import name_of
 from rekindle.settings import SETTINGS, CommandSettings, Settings
+from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
     from rekindle.daemon.jobs import Event, Job, JobRunner, Send
@@ -130,6 +132,11 @@ class _InProcess:
         return {**run_job(self._session, job, send), "load_seconds": seconds if first else None}
 
 
+def for_terminal(text: str) -> str:
+    """The text of a model as it is printed: raw into files and pipes, but a terminal would obey its escapes."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 class ReplyPrinter(logging.Handler):
     """Prints the pieces of a reply as they come, and measures how long the user waited for the first.
 
@@ -167,7 +174,7 @@ class ReplyPrinter(logging.Handler):
         self.text += event["text"]
         if not self._silent and event["text"]:
             self._in_line = True
-            typer.echo(event["text"], nl=False)
+            typer.echo(for_terminal(event["text"]), nl=False)
 
     def end_line(self) -> None:
         """End the reply's last line, if one is open, and print the warnings that waited for it."""
