@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
+
 import openai
 import pytest
 
 from rekindle.core.scope import Scope
 from rekindle.errors import InvalidSetting
-from rekindle.server.auth import ApiKeys, answered_hosts, check_settings
+from rekindle.server.auth import AnsweredHosts, ApiKeys, check_settings
 from rekindle.server.ollama import OLLAMA
 from rekindle.server.protocol import OPENAI
 from rekindle.server.routes import ENDPOINTS, Endpoint
@@ -79,7 +82,13 @@ def test_others_are_let_in_without_a_key_only_on_demand() -> None:
             check_settings(ServerSettings(host=host), ApiKeys())
         let_in = ServerSettings(host=host, allow_unauthenticated=True)
         check_settings(let_in, ApiKeys())
-        assert answered_hosts(let_in) is None
+        hosts = AnsweredHosts.of(let_in, ApiKeys())
+        own = (host if ":" not in host else f"[{host}]", "192.168.1.7:8377", "[fe80::1]:80", "localhost", "10.0.0.1")
+        assert all(map(hosts.includes, (*own, socket.gethostname().lower())))
+        foreign = ("evil.example", "192.168.1.7.evil.example", "1.evil:8377", "", "localhost.evil:1")
+        assert not any(map(hosts.includes, foreign)), "a web page may have made its name point here"
+        assert AnsweredHosts.of(let_in, ApiKeys([ALICE])).includes("api.example.com")
+        assert AnsweredHosts.of(replace(let_in, allowed_hosts=("a.example",)), ApiKeys()).includes("a.example:1")
         check_settings(ServerSettings(host=host), ApiKeys([ALICE]))
     for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
         check_settings(ServerSettings(host=host), ApiKeys())

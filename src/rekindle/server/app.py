@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from rekindle.core.scope import Scope
-from rekindle.server.auth import NOBODY, Caller, OriginGuard
+from rekindle.server.auth import NOBODY, AnsweredHosts, Caller, OriginGuard
 from rekindle.server.body import parse, salt_of, salt_of_refused
 from rekindle.server.call import PLAN_HEADER, Call
 from rekindle.server.errors import ApiError, api_error_of
@@ -59,7 +59,8 @@ def make_app(host: Host) -> Starlette:
         host.shared.metrics.failed(Scope(NOBODY), problem.outcome)
         return protocol_of(path).error_response(problem)
 
-    middleware = [Middleware(OriginGuard, settings=settings, refused=refused, pages=("/", *pages))]
+    hosts = AnsweredHosts.of(settings, host.shared.keys)
+    middleware = [Middleware(OriginGuard, settings=settings, hosts=hosts, refused=refused, pages=("/", *pages))]
     if settings.cors_origin:
         allowed: dict[str, Any] = {"allow_origins": list(settings.cors_origin), "allow_methods": ["*"]}
         allowed |= {"allow_headers": ["*"], "expose_headers": [PLAN_HEADER, "Retry-After"]}

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import re
+import socket
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -138,17 +140,44 @@ def check_settings(settings: ServerSettings, keys: ApiKeys) -> None:
     parse_duration(settings.quiet)
 
 
-def answered_hosts(settings: ServerSettings) -> frozenset[str] | None:
-    """The Host names that are answered, in lower case and without ports; None: any.
+@dataclass(frozen=True)
+class AnsweredHosts:
+    """The Host names that are answered, in lower case and without ports; `names` is None for any.
 
-    Against DNS rebinding: a web page can make its own name point to this machine, so on loopback only the machine's
-    own names are answered.
+    Against DNS rebinding: a web page can make its own name point to this machine, so without a key only the machine's
+    own names are answered, and where others may come, its addresses: a page cannot have those.
     """
-    if "*" in settings.allowed_hosts:
-        return None
-    if settings.allowed_hosts:
-        return frozenset(name.lower() for name in settings.allowed_hosts)
-    return frozenset({*_LOOPBACK_NAMES, settings.host}) if is_loopback(settings.host) else None
+
+    names: frozenset[str] | None
+    addresses: bool = False  # whether all IP addresses are answered
+
+    @classmethod
+    def of(cls, settings: ServerSettings, keys: ApiKeys) -> AnsweredHosts:
+        """Those that the settings name, else those of this machine, on loopback and without keys."""
+        if "*" in settings.allowed_hosts:
+            return cls(None)
+        if settings.allowed_hosts:
+            return cls(frozenset(name.lower() for name in settings.allowed_hosts))
+        own = {*_LOOPBACK_NAMES, settings.host}
+        if is_loopback(settings.host):
+            return cls(frozenset(own))
+        if keys:
+            return cls(None)
+        name = socket.gethostname().lower()
+        return cls(frozenset({*own, name, name.partition(".")[0], f"{name.partition('.')[0]}.local"}), addresses=True)
+
+    def includes(self, given: str) -> bool:
+        """Whether the host of a `Host` header is answered."""
+        name = given if given.endswith("]") else given.rsplit(":", 1)[0]
+        return self.names is None or name in self.names or (self.addresses and _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 class OriginGuard:
@@ -158,11 +187,12 @@ class OriginGuard:
         self,
         app: ASGIApp,
         settings: ServerSettings,
+        hosts: AnsweredHosts,
         refused: Callable[[str, ApiError], Response],
         pages: Collection[str],
     ) -> None:
         self._app = app
-        self._hosts = answered_hosts(settings)
+        self._hosts = hosts
         self._origins = settings.cors_origin
         self._refused = refused
         self._pages = pages
@@ -179,7 +209,9 @@ class OriginGuard:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "").lower()
-        _check_host(host, self._hosts)
+        if not self._hosts.includes(host):
+            message = f"This server does not answer to the name {host[:100]!r}. Start it with --allowed-hosts."
+            raise ApiError(403, message, code="bad_host")
         origin, allowed = headers.get("origin"), self._origins
         if "*" in allowed or origin in allowed:
             return
@@ -196,16 +228,6 @@ class OriginGuard:
 def _opens_page(headers: Headers) -> bool:
     """Whether a user followed a link to a top-level page."""
     return headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
-
-
-def _check_host(given: str, hosts: frozenset[str] | None) -> None:
-    name = given.rsplit(":", 1)[0] if not given.endswith("]") else given
-    if hosts is not None and name not in hosts:
-        raise ApiError(
-            403,
-            f"This server does not answer to the name {name[:100]!r}. Start it with --allowed-hosts.",
-            code="bad_host",
-        )
 
 
 def _foreign(whose: str, origin: str) -> ApiError:
