@@ -29,7 +29,7 @@ from rekindle.errors import InvalidSetting, ModelError, OutOfMemory
 from rekindle.server.auth import ApiKeys
 from rekindle.server.serve import servers_folder
 from tests.parity.engines import needs, onnx_folder
-from tests.server.serving import ALICE, BOB, Served, fake_session, serving
+from tests.server.serving import ADMIN, ALICE, BOB, Served, fake_session, serving
 from tests.tiny_gguf import write_llama
 
 PATIENCE_SECONDS = 120
@@ -143,7 +143,7 @@ def test_a_server_that_is_not_there_is_one_sentence() -> None:
     assert isinstance(result.exception, ServerError) and "rekindle ps" in str(result.exception)
 
 
-def test_a_server_with_keys_wants_one(tmp_path: Path) -> None:
+def test_a_server_with_keys_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(fake_session(tmp_path / "cache"), keys=ApiKeys([ALICE, BOB])) as served:
         refused = rekindle("chat", "--server", served.url, stdin="Hello\n")
         assert isinstance(refused.exception, ServerError) and "API key" in str(refused.exception)
@@ -153,6 +153,17 @@ def test_a_server_with_keys_wants_one(tmp_path: Path) -> None:
         assert "--api-key" in told["state"]
         (told,) = json.loads(rekindle("ps", "--server", served.url, "--api-key", BOB, "--json").stdout)
         assert told["state"] == "loaded" and "pid" not in told
+        file = tmp_path / "key"
+        file.write_text(f"{BOB}\n", "utf-8")
+        file.chmod(0o600)
+        (told,) = json.loads(rekindle("ps", "--server", served.url, "--api-key-file", str(file), "--json").stdout)
+        assert told["state"] == "loaded"
+        monkeypatch.setenv("REKINDLE_API_KEY", ALICE)
+        let_in = rekindle("chat", "--server", served.url, "-n", "3", "--json", stdin="Hello\n")
+        assert json.loads(let_in.stdout)["usage"]["completion_tokens"] == 3
+        file.chmod(0o644)
+        refused = rekindle("ps", "--server", served.url, "--api-key-file", str(file))
+        assert isinstance(refused.exception, InvalidSetting) and "chmod 600" in str(refused.exception)
 
 
 def test_settings_of_the_model_are_not_for_whoever_asks_a_server(served: Served) -> None:
@@ -216,7 +227,13 @@ def test_a_server_ends_well_when_it_is_told_to(tiny_gguf: Path, tmp_path: Path, 
         "--api-key-file",
         str(keys),
         REKINDLE_API_KEYS=f"bob={BOB}",
+        REKINDLE_ADMIN_KEY=ADMIN,
     ) as (process, url):
+        about = f"{url}/v1/rekindle/server"
+        told_to = [
+            httpx.get(about, headers={"Authorization": f"Bearer {key}"}, timeout=60).json() for key in (ALICE, ADMIN)
+        ]
+        assert ["pid" in told for told in told_to] == [False, True], "the operator has a key of its own"
         for key in (ALICE, BOB):
             client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
             reply = client.completions.create(model="tiny", prompt="The keeper of the lighthouse", max_tokens=3)

@@ -12,11 +12,14 @@ import typer
 from rekindle.cli import STARTED
 from rekindle.cli.options import (
     AsJson,
+    Key,
+    KeyFileToSend,
     Model,
     OptionalModel,
     System,
     app,
     daemon_options,
+    key_to_send,
     loading_options,
     print_json,
     read_document,
@@ -42,7 +45,8 @@ def chat(
     model: OptionalModel = None,
     system: System = None,
     server: Annotated[str | None, typer.Option(help="Use the running server at this address.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The key to send to the server.")] = None,
+    api_key: Key = None,
+    api_key_file: KeyFileToSend = None,
     json: AsJson = False,
 ) -> None:
     """Talk to a model. When the chat outgrows the context, its oldest messages are dropped, not the system message."""
@@ -54,7 +58,7 @@ def chat(
         if given := loading | daemon:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidSetting(f"{names}: these options belong to the server. Give them to `rekindle serve`.")
-        with ServerRunner(server, api_key, model) as runner, waiting("") as (_, line):
+        with ServerRunner(server, key_to_send(api_key, api_key_file), model) as runner, waiting("") as (_, line):
             _Conversation(WaitedFor(runner, line), sampling, system, as_json=json).talk()
         return
     if model is None:

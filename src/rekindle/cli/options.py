@@ -24,7 +24,8 @@ from typer.core import TyperCommand
 from rekindle import __version__
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt, why_unreadable
-from rekindle.settings import ENGINE_SETTINGS, GROUPS, SETTINGS, names_in
+from rekindle.safe_read import read_secret_file
+from rekindle.settings import API_KEY_VARIABLE, ENGINE_SETTINGS, GROUPS, SETTINGS, names_in
 from rekindle.settings.setting import PREFIX, Setting
 from rekindle.text.visible import printable
 
@@ -450,3 +451,19 @@ def brief(text: str, max_characters: int) -> str:
         return line
     head = line[:max_characters]  # the last character makes room for the ellipsis
     return (head.rpartition(" ")[0] or head[:-1]) + "…"
+
+
+Key = Annotated[
+    str | None,
+    typer.Option(
+        help=f"The key to send to a server; others can see it in the list of processes, {API_KEY_VARIABLE} not."
+    ),
+]
+KeyFileToSend = Annotated[str | None, typer.Option(help="A file with the key to send.")]
+
+
+def key_to_send(key: str | None, path: str | None) -> str | None:
+    """The key that commands send to a server: given, in a file that nobody else can read, or in the environment."""
+    if key is None and path is not None:
+        return read_secret_file(Path(path), "The key file").decode("utf-8", "replace").strip()
+    return key or os.environ.get(API_KEY_VARIABLE)

@@ -6,6 +6,7 @@ import functools
 import json as json_
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,9 +17,12 @@ import typer
 
 from rekindle.cli.options import (
     AsJson,
+    Key,
+    KeyFileToSend,
     Model,
     app,
     complete_model,
+    key_to_send,
     loading_options,
     print_listing,
     server_options,
@@ -28,7 +32,7 @@ from rekindle.cli.options import (
 from rekindle.core.size import human_duration
 from rekindle.errors import InvalidSetting
 from rekindle.safe_read import read_secret_file
-from rekindle.settings import API_KEYS_VARIABLE, ServerSettings, Settings
+from rekindle.settings import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, API_KEYS_VARIABLE, ServerSettings, Settings
 
 if TYPE_CHECKING:
     from rekindle.models.download import Progress
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
     from rekindle.session.session import Session
 
 _MODEL_MEMORY = "80%"  # where several models share the memory
+
+_FIRST_PERSON, _NOBODY = 500, 65534  # user ids
+_NO_SHELLS = ("nologin", "false", "sync", "shutdown", "halt")
 
 
 @app.command()
@@ -49,6 +56,9 @@ def serve(
         list[str] | None, typer.Option(help="A key that clients must send, or NAME=KEY; each is a tenant. Repeatable.")
     ] = None,
     admin_key: Annotated[list[str] | None, typer.Option(help="A key that may see and do everything.")] = None,
+    admin_key_file: Annotated[
+        str | None, typer.Option(help=f"A file with such keys, one a line. Also the variable {ADMIN_KEY_VARIABLE}.")
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,7 +86,11 @@ def serve(
 
     loading |= serving
     known, settings = Settings.load(loading), ServerSettings.load(server)
-    keys = ApiKeys([*(api_key or ()), *_read_keys(settings.api_key_file)], admin_key or (), tenant=known.tenant)
+    keys = ApiKeys(
+        [*(api_key or ()), *_read_keys(settings.api_key_file, API_KEYS_VARIABLE)],
+        [*(admin_key or ()), *_read_keys(admin_key_file, ADMIN_KEY_VARIABLE)],
+        tenant=known.tenant,
+    )
     check_settings(settings, keys)  # before a model is loaded
     if known.parallel is None:
         loading["parallel"] = DEFAULT_PARALLEL
@@ -119,7 +133,19 @@ def serve(
         names = ", ".join(running.host.models)
         page = f"its page: {running.url}/, " if settings.page else ""
         say(f"{names} at {running.url}/v1 ({page}its endpoints: {running.url}/docs)")
+        if not keys and _others_are_here():
+            say("Every user of this machine can use this server: it has no API key. Give it one with --api-key-file.")
         running.run()
+
+
+def _others_are_here() -> bool:
+    """Whether other people have accounts on this machine."""
+    if sys.platform == "win32":
+        return False
+    import pwd
+
+    people = [user for user in pwd.getpwall() if user.pw_uid >= _FIRST_PERSON and user.pw_uid != _NOBODY]
+    return any(user.pw_uid != os.geteuid() and not user.pw_shell.endswith(_NO_SHELLS) for user in people)
 
 
 def _served(
@@ -147,8 +173,8 @@ def _served(
     ]
 
 
-def _read_keys(path: str | None) -> list[str]:
-    texts = [os.environ.get(API_KEYS_VARIABLE, "")]
+def _read_keys(path: str | None, variable: str) -> list[str]:
+    texts = [os.environ.get(variable, "")]
     if path is not None:
         try:
             texts.append(read_secret_file(Path(path), "The key file").decode())
@@ -161,13 +187,15 @@ def _read_keys(path: str | None) -> list[str]:
 @app.command()
 def ps(
     server: Annotated[str | None, typer.Option(help="Ask this server only.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The key to send, for servers that need one.")] = None,
+    api_key: Key = None,
+    api_key_file: KeyFileToSend = None,
     json: AsJson = False,
 ) -> None:
     """List what this user is running: servers, and the model that commands left in the background."""
     from rekindle.daemon.client import running
 
-    found = [_ask(url, api_key) for url in ([server] if server else _known_servers())]
+    key = key_to_send(api_key, api_key_file)
+    found = [_ask(url, key) for url in ([server] if server else _known_servers())]
     if server is None:
         found += [{"url": None, "state": _state(status), **status} for _, status in running()]
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -252,7 +280,7 @@ def _ask(url: str, api_key: str | None) -> dict[str, Any]:
         with make_client(here.rstrip("/"), api_key, httpx.Timeout(5.0)) as client:
             answer = client.get("/v1/rekindle/server")
         if answer.status_code in (401, 403):
-            return {"url": url, "state": "needs a key: --api-key"}
+            return {"url": url, "state": f"needs a key: {API_KEY_VARIABLE} or --api-key-file"}
         about: dict[str, Any] = answer.raise_for_status().json()
     except InvalidSetting as error:
         return {"url": url, "state": str(error)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.options import app
+from rekindle.cli.options import Key, KeyFileToSend, app, key_to_send
 from rekindle.core.size import human_bytes
 from rekindle.text.visible import printable
 
@@ -26,7 +26,8 @@ _ENDED = ("done", "cancelled", "failed")
 @app.command()
 def top(
     server: Annotated[str, typer.Option(help="The server to watch.")] = "http://127.0.0.1:8377",
-    api_key: Annotated[str | None, typer.Option(help="The operator's key, for servers that need one.")] = None,
+    api_key: Key = None,
+    api_key_file: KeyFileToSend = None,
     once: Annotated[bool, typer.Option("--once", help="Print one view and leave.")] = False,
 ) -> None:
     """Watch a server: requests in flight and the last ones, each by where its prompt's KV came from. Ctrl-C ends it."""
@@ -36,7 +37,7 @@ def top(
     rows: dict[int, dict[str, Any]] = {}
     console = Console()
     with Live(console=console, auto_refresh=False, screen=not once and console.is_terminal) as screen:
-        for item in _items(server, api_key):
+        for item in _items(server, key_to_send(api_key, api_key_file)):
             if item["first"]:
                 rows.clear()
             rows |= {row["id"]: row for row in item["rows"]}

@@ -48,7 +48,9 @@ API_KEYS_VARIABLE = f"{PREFIX}API_KEYS"  # keys are secrets: never in `rekindle.
 (_model, _cache, _chunks, _library, _answers, _remote, _retention, _serving, _server, _idle, _commands) = (
     partial(setting, group) for group in GROUPS
 )
-_OTHER_VARIABLES = (f"{PREFIX}HOME", f"{PREFIX}CONFIG", API_KEYS_VARIABLE)
+ADMIN_KEY_VARIABLE = f"{PREFIX}ADMIN_KEY"
+API_KEY_VARIABLE = f"{PREFIX}API_KEY"  # that commands send
+_OTHER_VARIABLES = (f"{PREFIX}HOME", f"{PREFIX}CONFIG", API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE, API_KEY_VARIABLE)
 
 
 class _Loadable:
@@ -318,7 +320,7 @@ class ServerSettings(_Loadable):
     allowed_hosts: tuple[str, ...] = _server(
         (),
         "Names in the Host header that are answered, with commas between, * for any; empty: those of this machine on "
-        "loopback, else any. The flag may be given several times.",
+        "loopback or without a key, else any. The flag may be given several times.",
     )
     cors_origin: tuple[str, ...] = _server(
         (),
