@@ -35,7 +35,7 @@ _WITHOUT_ENGINE = {"store", "text", "knowledge", "policies", "fleet"}
 _IN_UNITS = ("slower", "adapters", "chunks", "answers", "stream", "serve")  # serve: rag
 _OPTIONS_OF = {  # options that only some benches take
     "calibrate": ("chunks", "adapters"),
-    "quality": ("chunks",),
+    "kl": ("chunks",),
     "adapters": ("adapters", "warmstart", "slower"),
     "pairs": ("answers",),
     "traces": ("stream",),
@@ -110,8 +110,8 @@ def bench(
             help="chunks: find how much to recompute with this model, and keep it; adapters: the bits of its KV.",
         ),
     ] = False,
-    quality: Annotated[
-        float | None, typer.Option(help="chunks: calibrate for this ROUGE-L to the full computation, up to 1.")
+    kl: Annotated[
+        float | None, typer.Option(help="chunks: calibrate for this mean KL from the full computation, in nats.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
     json: AsJson = False,

@@ -51,7 +51,7 @@ class BenchOptions:
     seed: int = 0
     quick: bool = False
     calibrate: bool = False  # chunks: find the budget of a model, and keep it
-    quality: float | None = None  # for this ROUGE-L to the full computation
+    kl: float | None = None  # for this mean KL from the full computation
     adapters: Path | None = None  # adapters: a folder of folders that PEFT saved
     pairs: Path | None = None  # answers: labelled pairs of questions
     traces: Path | None = None  # stream: a folder of bandwidth over time

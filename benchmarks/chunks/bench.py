@@ -4,7 +4,7 @@ contexts    single prompts, all modes, on the same store: what each computes, ho
 streams     questions of one person in order, each cache keeping what it computed: what is saved in use
 endurance   a long run with chunk reuse throughout: quality and speed stay
 
-With `--calibrate --quality Q` it finds the budget of a model instead, and keeps it. With `--shape` it measures time
+With `--calibrate --kl 0.015` it finds the budget of a model instead, and keeps it. With `--shape` it measures time
 alone.
 """
 
@@ -74,11 +74,11 @@ def _check(options: BenchOptions) -> None:
     if options.workload not in (None, "endurance"):
         raise InvalidSetting(f"--workload {options.workload!r} is unknown. Use endurance.")
     if not options.calibrate:
-        if options.quality is not None:
-            raise InvalidSetting("--quality says what to calibrate for: give --calibrate, too.")
+        if options.kl is not None:
+            raise InvalidSetting("--kl says what to calibrate for: give --calibrate, too.")
         return
-    if options.quality is None or not 0.0 < options.quality <= 1.0:
-        raise InvalidSetting("Say how near the answers must be to the full computation (ROUGE-L): --quality 0.9")
+    if options.kl is None or not options.kl > 0.0:
+        raise InvalidSetting("Say how far from the full computation it may be (mean KL in nats): --kl 0.015")
     if options.shape is not None:
         raise InvalidSetting("--shape has random weights, which say nothing about quality: give a --model.")
 

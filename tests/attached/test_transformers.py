@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from rekindle.attached.transformers import Attached, attach
+from rekindle.cache.cost import FREE, Costs
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Kv
 from rekindle.engine.hf.sequence import raw_view
@@ -968,6 +970,27 @@ def test_text_of_an_earlier_prompt_is_reused_where_that_is_allowed_and_never_kep
     kept.check(model)
     assert kept.covers(ids[0].tolist()) == 13
     assert greedy(model, ids, 4) == greedy(model, ids, 4, past_key_values=DynamicCache())
+
+
+@pytest.mark.measured_costs
+def test_text_of_an_earlier_prompt_that_takes_longer_to_move_is_computed_and_match_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    text = ids_of(200, 7)
+    slow = replace(FREE, compute=(0.0, 1e-3, 0.0), chunks=(0.0, 100.0))
+    monkeypatch.setattr("rekindle.cache.stored_kv.recall_costs", lambda _: Costs(slow))
+    with attach(model, cache=tmp_path, reuse="approximate") as kv:
+        first = torch.cat([ids_of(30, 8), text, ids_of(40, 9)], dim=1)
+        greedy(model, first, 2, past_key_values=kv.match(first))
+        assert kv.flush()
+        ids = torch.cat([ids_of(13, 10), text, ids_of(40, 12)], dim=1)
+        cache = kv.match(ids)
+        assert cache.reuse is not None and cache.reuse.level == "exact" and cache.reused_tokens == 0
+        assert "200 tokens stand in an earlier prompt" in str(cache.reuse)
+        assert greedy(model, ids, 4) == greedy(model, ids, 4, past_key_values=cache)
+        assert kv.flush()
+        assert kv.match(ids).reused_tokens == ids.shape[1] - 1  # it was kept: it is what computing gives
 
 
 # -- the page about it ---------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class Accelerated(FakeEngine):
 
 
 def tried(*pairs: tuple[float, float]) -> list[TriedBudget]:
-    return [TriedBudget(budget, rouge, 0.0, budget) for budget, rouge in pairs]
+    """Budgets and the KL of each."""
+    return [TriedBudget(budget, 0.0, kl, 0.0, budget) for budget, kl in pairs]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -88,15 +89,15 @@ def test_on_an_accelerator_passages_are_scored_for_the_bench_alone(chunks: type[
 
 
 def test_the_budget_lies_between_the_last_that_was_too_small_and_the_first_that_was_enough() -> None:
-    assert min_budget(tried((0.1, 0.7), (0.2, 0.8), (0.3, 0.9)), 0.85) == pytest.approx(0.25)
-    assert min_budget(tried((0.1, 0.7)), 0.5) == 0.1
-    assert min_budget(tried((0.1, 0.7), (0.2, 0.6), (0.3, 0.9)), 0.8) == pytest.approx(0.25)  # noise is not believed
-    assert min_budget(tried((0.1, 0.7), (0.7, 0.8)), 0.9) is None
+    assert min_budget(tried((0.1, 0.3), (0.2, 0.2), (0.3, 0.1)), 0.15) == pytest.approx(0.25)
+    assert min_budget(tried((0.1, 0.3)), 0.5) == 0.1
+    assert min_budget(tried((0.1, 0.3), (0.2, 0.4), (0.3, 0.1)), 0.2) == pytest.approx(0.25)  # noise is not believed
+    assert min_budget(tried((0.1, 0.3), (0.7, 0.2)), 0.1) is None
 
 
-def test_a_wanted_quality_of_more_never_takes_a_smaller_budget() -> None:
-    some = tried((0.05, 0.61), (0.1, 0.6), (0.2, 0.83), (0.4, 0.8), (0.7, 0.97))
-    budgets = [min_budget(some, quality / 100) or 1.0 for quality in range(50, 100)]
+def test_to_be_nearer_never_takes_a_smaller_budget() -> None:
+    some = tried((0.05, 0.39), (0.1, 0.4), (0.2, 0.17), (0.4, 0.2), (0.7, 0.03))
+    budgets = [min_budget(some, kl / 100) or 1.0 for kl in range(50, 0, -1)]
     assert budgets == sorted(budgets)
 
 
@@ -115,13 +116,13 @@ def test_the_best_of_several_answers_counts() -> None:
     ("arguments", "named"),
     [
         (["store", "--calibrate"], "--calibrate is for the benches chunks and adapters"),
-        (["knowledge", "--quality", "0.9"], "quality"),
-        (["chunks", "--quality", "0.9"], "quality"),
-        (["chunks", "--calibrate"], "quality"),
-        (["chunks", "--calibrate", "--quality", "1.5"], "quality"),
+        (["knowledge", "--kl", "0.1"], "kl"),
+        (["chunks", "--kl", "0.1"], "kl"),
+        (["chunks", "--calibrate"], "kl"),
+        (["chunks", "--calibrate", "--kl", "0"], "kl"),
     ],
 )
-def test_calibrating_needs_the_chunks_and_a_quality(arguments: list[str], named: str) -> None:
+def test_calibrating_needs_the_chunks_and_a_bound(arguments: list[str], named: str) -> None:
     done = CliRunner().invoke(app, [*arguments])
     assert done.exit_code != 0 and named in str(done.exception)
 

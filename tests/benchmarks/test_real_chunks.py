@@ -54,12 +54,12 @@ def test_bench_chunks_prints_its_fields(tmp_path: Path, shorter: None) -> None:
 def test_what_was_calibrated_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rekindle.chunks.match.home_folder", lambda: tmp_path / "home")
     monkeypatch.setattr(chunk_calibrate, "ALPHAS", (2.0,))
-    arguments = ["chunks", "--calibrate", "--quality", "0.2", "--quick", "--limit", "2", "--json"]
+    arguments = ["chunks", "--calibrate", "--kl", "0.2", "--quick", "--limit", "2", "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     ours = told["calibrated"]["rekindle"]
-    assert ours["reached"] and ours["best_rouge_l"] >= 0.2 and 0 < ours["budget"] < 1
+    assert ours["reached"] and ours["best_kl"] <= 0.2 and 0 < ours["budget"] < 1
     one, other = read_questions(None)[:2]
     with Session("smollm2", engine="hf", cache=str(tmp_path / "cache"), reuse="approximate") as session:
         messages = [{"role": "user", "content": other.question}]

@@ -16,7 +16,7 @@ from rekindle.cache.miss_reason import common_content, content_of, differences
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Span
 from rekindle.engine.fake import FakeEngine
-from rekindle.store import history
+from rekindle.store import disk, history
 from rekindle.store.history import MAX_TOKENS
 from rekindle.text.visible import find_only_difference, visible
 
@@ -100,6 +100,28 @@ def test_what_was_evicted_is_told_from_what_is_new(folder: str) -> None:
         store.disk.remove(store.disk.entries())
         told = session.explain(RULES)
         assert told.reason.kind == "gone" and "evicted" in told.reason.sentence
+
+
+def test_a_prompt_larger_than_the_disk_limit_says_so_and_its_beginning_is_reused(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_MIN_LOG_BYTES", 1 << 18)  # so that a prompt of a small model is large
+    engine, limit = FakeEngine(), 600_000
+    text = (RULES * 50)[: 8 * limit // 5 // engine.layout.token_bytes]
+    assert len(text) * engine.layout.token_bytes > 1.5 * limit
+    said = "larger than the disk limit"
+    with Session(engine, cache=folder, disk_limit=str(limit)) as session:
+        session.generate(text, max_tokens=2)
+        session.flush()
+        session.cache.unpark()
+        reply = session.generate(text, max_tokens=2)
+        assert 0 < reply.reuse.reused < len(text) / 1.5
+        assert reply.reuse.miss == "limit" and "disk limit" in str(reply.reuse)
+        session.flush()
+        assert said in history.last(session.cache.store.disk, 1)[0].record["reason"]["sentence"]
+        session.cache.unpark()
+        assert said in str(session.explain(text))
+        assert session.generate(RULES, max_tokens=2).reuse.miss != "limit"
 
 
 def test_what_is_too_old_is_called_expired(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from benchmarks.baselines import recompute_policies
 from benchmarks.baselines.recompute_policies import CRAFTS, RECOMPUTE_POLICIES
 from rekindle import Session
 from rekindle.cache.cost import FREE, Costs
+from rekindle.cache.miss_reason import MissEvidence, reason_of
 from rekindle.core.chunk import chunk_digest
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import LayerKv, Span
@@ -692,7 +693,13 @@ def test_passages_that_took_longer_than_computing_are_computed_until_tried_again
         costs.computed(Span(0, 100), 0.1)
         done = prefill(session, asked([B, A]))
         assert_is_exact(done)
-        assert done.reuse.miss == "slower"
+        refused = done.reuse.refused_chunks
+        assert done.reuse.miss == "slower" and refused is not None
+        assert 0 < refused.tokens < len(done.tokens) and refused.seconds > refused.computing_seconds
+        said = f"{refused.tokens:,} tokens stand in an earlier prompt; moving them would take "
+        assert f"computed ({said}" in str(done.reuse)
+        evidence = MissEvidence(len(done.tokens), 0, goes_on=True, miss="slower", refused=refused)
+        assert reason_of(evidence).sentence == f"{refused}."
         with monkeypatch.context() as patch:  # ten minutes later it is forgotten
             patch.setattr("rekindle.cache.cost._is_young", lambda *_: False)
             assert prefill(session, asked([C, B])).reuse.from_chunks > 0

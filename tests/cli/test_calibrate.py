@@ -24,12 +24,12 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_a_model_folder_is_calibrated_on_prompts_of_ones_own(tiny_folder: Path, data: Path) -> None:
-    done = rekindle("calibrate", str(tiny_folder), "--data", str(data), "--quality", "0.3")
+    done = rekindle("calibrate", str(tiny_folder), "--data", str(data), "--kl", "5")
     assert done.exit_code == 0, done.output
     assert "ROUGE-L" in done.stdout and "bits a number" in done.stdout and "by effect" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("From now on sessions of ")
     told = json.loads(rekindle("calibrate", str(tiny_folder), "--data", str(data), "--json").stdout)
-    assert told["budget"]["prompts"] == 2 and told["budget"]["quality"] == 0.9
+    assert told["budget"]["prompts"] == 2 and told["budget"]["max_kl"] == 0.015
     assert len(told["bits"]["whole_plan"]) == 4 and told["summary"].startswith("From now on")
 
 
@@ -40,7 +40,7 @@ def test_what_was_calibrated_for_the_embedded_model_is_used(tmp_path: Path, monk
         monkeypatch.setattr(f"rekindle.{module}.home_folder", lambda: tmp_path / "home")
     monkeypatch.setattr("rekindle.session.calibrate.budget.BUDGETS", (0.4, 0.7))
     monkeypatch.setattr("rekindle.session.calibrate.bits.TEXTS", 1)
-    done = rekindle("calibrate", "smollm2", "--engine", "hf", "--prompts", "2", "--quality", "0.3", "--json")
+    done = rekindle("calibrate", "smollm2", "--engine", "hf", "--prompts", "2", "--kl", "5", "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     budget, plans = told["budget"], told["bits"]["tried"]

@@ -98,6 +98,8 @@ def test_run_reads_files_and_standard_input(tiny_folder: Path, tmp_path: Path) -
     assert tokens("What?", stdin="Grüße") == both
     assert tokens("What?", "-f", "-", stdin="Grüße") == both
     assert tokens("What?", "-f", str(tmp_path / "doc.txt"), stdin="\n") == both
+    (tmp_path / "more.txt").write_text("What?", "utf-8")
+    assert tokens("-f", str(tmp_path / "doc.txt"), "-f", str(tmp_path / "more.txt")) == both
     assert tokens("-", stdin="Grüße\n\nWhat?") == both
     assert tokens("-", "-f", str(tmp_path / "doc.txt"), stdin="What?") == both
     assert tokens("-f", str(tmp_path / "doc.txt"), stdin="What?") == both

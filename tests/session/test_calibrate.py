@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,15 @@ import rekindle
 from rekindle import Session
 from rekindle.cache.coders import default_coder, recall_coder
 from rekindle.chunks.match import calibration_of
+from rekindle.engine.base import Logits
 from rekindle.engine.fake import FakeEngine
 from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import AdapterRefused, InvalidSetting
 from rekindle.models import adapter_registry
-from rekindle.session.calibrate.budget import BUDGETS, EVERYTHING
+from rekindle.session.calibrate.budget import BUDGETS, EVERYTHING, KL_TOKENS, find_budget
 from rekindle.session.calibrate.calibration import calibrated_parts, read_adapters
 from rekindle.session.calibrate.judge import read_pairs
-from rekindle.session.calibrate.nearness import rouge_l
+from rekindle.session.calibrate.nearness import Nearness, nearness, rouge_l
 from rekindle.session.calibrate.prompts import read_questions, read_texts
 from tests.lora import fake_pairs, save_lora
 from tests.tiny import tiny_engine
@@ -55,7 +57,7 @@ def data(tmp_path: Path) -> Path:
 
 def test_an_engine_of_any_model_is_calibrated_without_adapters_and_sessions_use_it(data: Path, tmp_path: Path) -> None:
     engine, parts = FakeEngine(), []
-    found = rekindle.calibrate(engine, quality=0.5, data=data, prompts=2, progress=parts.append)
+    found = rekindle.calibrate(engine, max_kl=5.0, data=data, prompts=2, progress=parts.append)
     assert found.budget is not None and found.bits is not None
     assert found.budget.prompts == 2 and any("budget" in part for part in parts)
     assert calibration_of(engine) == pytest.approx(found.budget.budget)
@@ -108,7 +110,7 @@ def test_adapters_are_given_by_name_by_path_and_by_folder(tmp_path: Path) -> Non
 def test_settings_of_the_user_do_not_stand_in_the_way(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"KEEP_ALIVE": "5m", "DETERMINISTIC": "true", "ORIGIN": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(f"REKINDLE_{name}", value)
-    found = rekindle.calibrate(FakeEngine(), quality=0.1, data=data, prompts=2)
+    found = rekindle.calibrate(FakeEngine(), max_kl=5.0, data=data, prompts=2)
     assert found.budget is not None and found.budget.tried[0].computed_share < 1
 
 
@@ -132,7 +134,7 @@ def test_an_engine_that_appends_only_gets_a_budget_of_leading_tokens(data: Path)
     assert calibration_of(engine) == calibration_of(engine, "leading") == EVERYTHING
 
 
-@pytest.mark.parametrize("choices", [{"quality": 0.0}, {"quality": 1.5}, {"prompts": 1}, {"adapters": "nowhere"}])
+@pytest.mark.parametrize("choices", [{"max_kl": 0.0}, {"max_kl": math.inf}, {"prompts": 1}, {"adapters": "nowhere"}])
 def test_what_makes_no_sense_is_refused_before_anything_is_computed(choices: dict[str, object]) -> None:
     with pytest.raises(InvalidSetting):
         rekindle.calibrate("no-such-model", **choices)  # type: ignore[arg-type]
@@ -163,9 +165,28 @@ def test_the_search_tries_the_neighbours_of_the_budget_it_finds(monkeypatch: pyt
     from rekindle.session.calibrate.budget import BudgetTrials, TriedBudget, min_budget
 
     trials = object.__new__(BudgetTrials)
-    monkeypatch.setattr(trials, "_try", lambda budget: TriedBudget(budget, budget, 0.0, budget), raising=False)
+    monkeypatch.setattr(trials, "_try", lambda budget: TriedBudget(budget, 0.0, 1 - budget, 0.0, budget), raising=False)
     for place, budget in enumerate(BUDGETS):
-        tried = trials.search(BUDGETS, budget, lambda _: None)
-        assert len(tried) <= 4 and min_budget(tried, budget) == pytest.approx(budget)
+        tried = trials.search(BUDGETS, 1 - budget, lambda _: None)
+        assert len(tried) <= 4 and min_budget(tried, 1 - budget) == pytest.approx(budget)
         assert set(BUDGETS[max(0, place - 1) : place + 1]) <= {one.budget for one in tried}
-    assert min_budget(trials.search(BUDGETS, 0.9, lambda _: None), 0.9) is None
+    assert min_budget(trials.search(BUDGETS, 0.1, lambda _: None), 0.1) is None
+    halfway = [TriedBudget(budget, 0.0, kl, 0.0, budget) for budget, kl in ((0.1, 0.03), (0.2, 0.01))]
+    assert min_budget(halfway, 0.02) == pytest.approx(0.15)
+
+
+def test_a_budget_is_judged_by_distributions_along_sixteen_tokens_however_short_the_answer_is(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that ends at once says nothing: its text is the same whatever passages were reused."""
+    engine, compared = FakeEngine(), list[int]()
+
+    def noted(exact: Logits, other: Logits) -> Nearness:
+        compared.append(len(exact))
+        return nearness(exact, other)
+
+    monkeypatch.setattr("rekindle.session.calibrate.budget.nearness", noted)
+    monkeypatch.setattr(engine.tokenizer, "stop_ids", frozenset(range(1000)))
+    found = find_budget(engine, read_questions(data), 1e-9, 2, lambda _: None)
+    assert set(compared) == {KL_TOKENS} and KL_TOKENS >= 16
+    assert found is not None and all(one.rouge_l <= 1.0 for one in found.tried)

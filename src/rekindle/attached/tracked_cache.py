@@ -109,7 +109,7 @@ class Track:
         self.terms = terms
         self.prompt = prompt
         self.offered = 0
-        self.exact = cache.reuse is None
+        self.exact = cache.reuse is None or cache.reuse.level == "exact"
         self.thread = threading.get_ident()
         self.lock = threading.RLock()
         self.ended: str | None = None
@@ -261,7 +261,7 @@ class MatchedCache(DynamicCache):  # type: ignore[misc]
             layer.keys, layer.values = keys, values
             self.layers.append(layer)
         self.reused_tokens = layers[0][0].shape[2] if layers else 0
-        self.reuse: Reuse | None = None  # what was reused, where it has text of other prompts
+        self.reuse: Reuse | None = None  # what was reused, where text of other prompts was found
         self.track: Track | None = None
 
     def crop(self, *args: Any, **kwargs: Any) -> None:

@@ -120,7 +120,7 @@ class Attached:
 
         It holds the KV of the longest stored prefix of the prompt, at most all but its last token; its `reused_tokens`
         says how much that is. With reuse="approximate", where text of earlier prompts is found in it, it holds the KV
-        of all but the last token, computed here as far as it is new; its `reuse` says what was reused.
+        of all but the last token, computed here as far as it is new; its `reuse` says what was reused, or why not.
 
         Use it once, for this prompt; a loop of your own gives the model the tokens after those. What the model computes
         is kept: the prompt after its first token, the reply when `match` or `flush` is called next, or `close`.
@@ -136,7 +136,8 @@ class Attached:
         if terms is None or self._store is None:
             return MatchedCache()
         text = self._match_text(self._store, prompt[:-1])
-        cache = MatchedCache(self._recall(terms, prompt[:-1], recent) if text is None else text.layers)
+        moved = None if text is None else text.layers
+        cache = MatchedCache(self._recall(terms, prompt[:-1], recent) if moved is None else moved)
         cache.reuse = None if text is None else text.reuse
         cache.track = Track(cache, prompt, terms)
         with self._lock:
@@ -384,9 +385,9 @@ def _read(store: TieredStore, kv_space: KvSpace, match: Match, *, pinned: bool) 
 
 @dataclass(frozen=True, eq=False)
 class MatchedText:
-    """The KV of a prompt, of which some was computed in other prompts, and what was reused."""
+    """What was found of a prompt in other ones, and its KV; None where moving that would take longer than computing."""
 
-    layers: tuple[LayerTensors, ...]
+    layers: tuple[LayerTensors, ...] | None
     reuse: Reuse
 
 
@@ -405,11 +406,11 @@ class TextMatcher:
         self._lock = threading.Lock()
 
     def match(self, tokens: tuple[int, ...]) -> MatchedText | None:
-        """Prefill a prompt with text that is found in it; None if there is none, or computing is faster."""
+        """Prefill a prompt with text that is found in it, unless computing is faster; None if there is none."""
         try:
             with self._lock, self._cache.prepare(Request.of(list(tokens), max_tokens=1), tokens, _never) as prefill:
                 if prefill.plan.reuse_chunks is None:
-                    return None
+                    return MatchedText(None, prefill.reuse) if prefill.plan.refused_chunks is not None else None
                 prefill.run(len(tokens), _never)
                 kv = prefill.context.sequence.export(Span(0, len(tokens)))
                 return MatchedText(_tensors(kv, self._engine.placement.device), prefill.reuse)

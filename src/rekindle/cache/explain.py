@@ -209,8 +209,8 @@ class Explainer:
         if self.opaque is not None:
             match = None  # its pages are no tokens
         parting = difference = change = None
-        times = plan.refused_seconds, plan.cold_seconds
-        evidence = MissEvidence(len(prompt.tokens), plan.reused, miss=reuse.miss, times=times)
+        times, refused = (plan.refused_seconds, plan.cold_seconds), reuse.refused_chunks
+        evidence = MissEvidence(len(prompt.tokens), plan.reused, miss=reuse.miss, times=times, refused=refused)
         if self.store is not None:
             try:
                 parting = None if self.opaque is not None else self._parting(prompt, match, plan.reused)
@@ -222,7 +222,8 @@ class Explainer:
             except (OSError, sqlite3.Error, CacheError, ValueError):
                 pass  # explain without the history
         reason = reason_of(evidence)
-        if parting is None or reason.kind not in ("differs", "gone", "elsewhere", "slower"):
+        kinds = ("differs", "gone", "elsewhere", "slower")
+        if parting is None or reason.kind not in kinds or reuse.refused_chunks is not None:
             difference = None
         return Explanation(
             model=prompt.model,

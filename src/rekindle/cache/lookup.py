@@ -158,6 +158,7 @@ def report_reuse(
         recompute_policy=None if reused is None else reused.recompute_policy,
         budget=None if reused is None else reused.budget,
         calibrated=None if reused is None else reused.calibrated,
+        refused_chunks=plan.refused_chunks if miss == "slower" else None,
     )
 
 

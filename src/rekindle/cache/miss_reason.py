@@ -24,6 +24,7 @@ from typing import Any
 
 from rekindle.codec.coder import is_quantized
 from rekindle.core.keys import KvSpace
+from rekindle.core.plan import RefusedChunks
 from rekindle.core.request import Message
 from rekindle.core.size import count_of, human_seconds
 
@@ -52,6 +53,7 @@ class MissEvidence:
     goes_on     whether something known goes on otherwise where the reuse ends
     scarce      why only what was seen before is written now
     times       expected seconds with the load that was refused, and of computing everything
+    refused     the text of earlier prompts that is not reused
     """
 
     tokens: int
@@ -65,12 +67,15 @@ class MissEvidence:
     ttl_seconds: float | None = None
     scarce: str | None = None
     times: tuple[float | None, float | None] = (None, None)
+    refused: RefusedChunks | None = None
 
 
 def reason_of(evidence: MissEvidence) -> Reason:
     """The reason why not more was reused."""
     left = evidence.tokens - evidence.reused
     others, differences, model = evidence.elsewhere
+    if evidence.miss == "slower" and evidence.refused is not None:
+        return Reason("slower", f"{evidence.refused}.")
     loading, computing = evidence.times
     if evidence.miss == "slower" and loading is not None and computing is not None:
         times = f"the prompt would take {human_seconds(loading)}, and {human_seconds(computing)} computed"
@@ -109,6 +114,8 @@ _PLAIN = {
     "late": "The cache did not answer in time, so the prompt was computed.",
     "lost": "KV in the cache could not be read, so it was computed.",
     "slower": "Reusing the KV is expected to take longer than computing it.",
+    "limit": "The KV of this prompt is larger than the disk limit, so only its beginning is kept and reused. Set a "
+    "larger disk_limit (--disk-limit 2GB).",
     "checkpoint": "This model's state can only be reused at checkpoints: the last one that the prompt shares is used, "
     "the rest is computed.",
 }

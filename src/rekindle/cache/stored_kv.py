@@ -24,6 +24,7 @@ from rekindle.cache.matches import Matches, find_matches
 from rekindle.cache.planner import PrefillSteps, make_plan
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
 from rekindle.cache.writer import BackgroundJob, BackgroundWriter, StoreNote
+from rekindle.codec.coder import is_quantized
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import SHARED_TIERS, Plan, SharedTierName, Tier
@@ -137,7 +138,16 @@ class StoredKv:
 
     def miss(self, lookup: CacheLookup, plan: Plan, lost: str | None = None) -> str | None:
         """Why not everything but the last token is reused, in a word; None if it is. See `Reuse`."""
-        return why_missed(lookup, plan, self.steps, lost)
+        missed = why_missed(lookup, plan, self.steps, lost)
+        ends = missed is None or missed == "unknown"
+        return "limit" if ends and plan.reused < plan.tokens - 1 and self._exceeds_limit(lookup) else missed
+
+    def _exceeds_limit(self, lookup: CacheLookup) -> bool:
+        """Whether the KV of a prompt is larger than the disk limit. How small codecs make it is not known."""
+        kv_space, store = lookup.kv_space, self.store
+        size_bytes = len(lookup.tokens) * kv_space.layout.token_bytes
+        raw = kv_space.adapter is None and not is_quantized(kv_space.codec)
+        return store is not None and raw and store.disk.room.is_over(size_bytes)
 
     def work(self, context: Context, lookup: CacheLookup, cancelled: IsCancelled, alone: IsCancelled) -> Prefill:  # noqa: ARG002  (for subclasses)
         """The prefill of a prompt into a context; `alone`: whether no other request waits."""

@@ -117,11 +117,11 @@ class WriteJob:
         # What shared tiers have is kept apart, so that it is not written there again, and not quantized again.
         up = BLOCK_TOKENS - 1 if self.lossy else 0
         shared = min((self.shared_tokens + up) // BLOCK_TOKENS * BLOCK_TOKENS, gap.stop)
-        outcome = "kept" if gap.start >= shared else keep(_until(kv, shared), lossy=self.lossy).outcome
-        if outcome in ("kept", "known") and shared < gap.stop:
-            outcome = keep(kv).outcome
-        self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
-        return outcome
+        done = Kept("kept") if gap.start >= shared else keep(_until(kv, shared), lossy=self.lossy)
+        if done.outcome in ("kept", "known") and done.whole and shared < gap.stop:
+            done = keep(kv)
+        self.kept = done.outcome in ("kept", "known") and done.whole and gap.stop == len(self.tokens)
+        return done.outcome
 
     def detach(self) -> None:
         """Copy what is needed now: the context is about to change."""

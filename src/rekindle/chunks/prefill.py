@@ -21,7 +21,7 @@ from rekindle.chunks.select import RecomputePolicy, recompute_policy_for
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Load, Plan, ReuseChunks, Step, tokens_of
+from rekindle.core.plan import Compute, Load, Plan, RefusedChunks, ReuseChunks, Step, tokens_of
 from rekindle.core.request import Request
 from rekindle.core.scope import AppRef
 from rekindle.engine.hooks import LOOK_LAYERS
@@ -211,7 +211,8 @@ def plan_chunk_reuse(
     rates: Rates,
     token_limit: int,
 ) -> Plan:
-    """A plan that reuses chunks, if it is expected to be faster than the exact one; else the exact one.
+    """A plan that reuses chunks, if it is expected to be faster than the exact one; else the exact one, which says what
+    it refuses.
 
     A chunk with only an exact beginning is reused as a whole. No pass may have more than `token_limit`.
     """
@@ -233,8 +234,11 @@ def plan_chunk_reuse(
     seconds = rates.chunk_seconds(parts)
     shares = tuple(recompute_policy.shares(usable))
     assert exact.predicted_seconds is not None
-    if sum(map(len, gaps)) + tokens_of(shares, spans) > token_limit or seconds >= exact.predicted_seconds:
+    if sum(map(len, gaps)) + tokens_of(shares, spans) > token_limit:
         return exact
+    if seconds >= exact.predicted_seconds:
+        refused = RefusedChunks(sum(map(len, spans)), seconds, exact.predicted_seconds)
+        return replace(exact, refused_chunks=refused)
     steps: tuple[Step, ...] = (
         *loads,
         ReuseChunks(

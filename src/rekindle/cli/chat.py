@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,7 +140,8 @@ def run(
     daemon: dict[str, Any],
     prompt: Annotated[str | None, typer.Argument(help="The prompt. What is piped in stands before it.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Put this file before the prompt: a text, or what ingest reads.")
+        list[Path] | None,
+        typer.Option("--file", "-f", help="Put this file before the prompt: a text, or what ingest reads. Repeatable."),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: System = None,
@@ -158,7 +160,7 @@ def run(
             printer.print_footer(result, result["reply"])
 
 
-def prompt_of(prompt: str | None, file: Path | None, *, raw: bool, system: str | None) -> PromptLike:
+def prompt_of(prompt: str | None, file: Sequence[Path] | None, *, raw: bool, system: str | None) -> PromptLike:
     """The prompt that options and standard input mean. Raises `InvalidPrompt`."""
     text = _read_prompt(prompt, file)
     if raw and system is not None:
@@ -167,11 +169,11 @@ def prompt_of(prompt: str | None, file: Path | None, *, raw: bool, system: str |
     return text if raw else [*lead, *as_messages(text)]
 
 
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The file, then what is piped in, then the prompt."""
-    parts = [] if file is None else [read_document(file)]
+def _read_prompt(prompt: str | None, files: Sequence[Path] | None) -> str:
+    """The files, then what is piped in, then the prompt."""
+    parts = [read_document(path) for path in files or ()]
     piped = sys.stdin is not None and not sys.stdin.isatty()
-    if prompt == "-" or (str(file) != "-" and (piped or (prompt is None and file is None))):
+    if prompt == "-" or (Path("-") not in (files or ()) and (piped or (prompt is None and not files))):
         text = read_standard_input()
         parts += [text] if text.strip() else []
     if prompt not in (None, "-"):

@@ -126,7 +126,9 @@ def check(
     loading: dict[str, Any],
     model: ModelOption = "smollm2",
     prompt: Annotated[str | None, typer.Argument(help="A prompt that would be asked.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Put this file before the prompt.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="Put this file before the prompt. Repeatable.")
+    ] = None,
     raw: Raw = False,
     system: System = None,
     json: AsJson = False,
@@ -139,7 +141,7 @@ def check(
     from rekindle.session.prompt import encode_prompt
     from rekindle.session.session import Session
 
-    wanted = prompt is not None or file is not None
+    wanted = prompt is not None or bool(file)
     asked = prompt_of(prompt, file, raw=raw, system=system) if wanted else as_messages("Hello")
     request = Request.of(asked, max_tokens=0)
     with progress(model) as report, Session(model, **loading, origin=url, progress=report) as session:

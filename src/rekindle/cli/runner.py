@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rekindle.cli.console import WaitingLine, notes, reading, waiting
+from rekindle.core.plan import RefusedChunks
 from rekindle.core.reply import OriginFinding
 from rekindle.core.size import human_duration, keep_alive_seconds
 from rekindle.daemon.client import DaemonClient, is_running
@@ -210,6 +211,8 @@ def _advice(result: dict[str, Any], reuse: dict[str, Any], *, loaded: bool) -> s
             "until `rekindle stop`" if stays is None else f"for {human_duration(stays)} (or until `rekindle stop`)"
         )
         return f"The model stays loaded {time_left}: the next command starts at once."
+    if (refused := reuse["refused_chunks"]) is not None:
+        return f"{RefusedChunks(**refused)}."
     cold = reuse["cold_seconds"] or 0.0
     if reuse["miss"] == "differs" and cold > _LONG_SECONDS:
         return f"{reuse['computed']:,} tokens were computed: `rekindle explain --last` says why."

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from rekindle.core.cells import CellGrid
 from rekindle.core.kv import Span
+from rekindle.core.size import count_of, human_seconds
 
 RAW = "raw"  # the level of KV as it was computed
 MARGIN = 1.1  # times computing: a plan that is expected to take longer is refused
@@ -61,6 +62,25 @@ class ReuseChunks:
         return tokens_of(self.shares, self.spans)
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedChunks:
+    """Text of earlier prompts that was found and is computed all the same, because that is expected to be faster.
+
+    tokens              how many
+    seconds             the expected time of the prompt if they were moved
+    computing_seconds   its expected time without that
+    """
+
+    tokens: int
+    seconds: float
+    computing_seconds: float
+
+    def __str__(self) -> str:
+        tokens, moving = count_of(self.tokens, "token"), human_seconds(self.seconds)
+        computing = human_seconds(self.computing_seconds)
+        return f"{tokens} stand in an earlier prompt; moving them would take {moving}, computing {computing}"
+
+
 def tokens_of(shares: Sequence[float], spans: Sequence[Span]) -> int:
     """Number of tokens in these shares of spans."""
     return round(round(sum(share * len(span) for share, span in zip(shares, spans, strict=True)), 6))
@@ -106,7 +126,7 @@ class Plan:
 
     `predicted_seconds` is the expected time of the steps, `cold_seconds` that of computing everything; None where
     nobody planned. A plan that is expected to take more than `MARGIN` times as long as computing everything is invalid;
-    `refused_seconds` is the expected time of the best one that was refused for that.
+    `refused_seconds` is the expected time of the best one that was refused, `refused_chunks` says of which text.
     """
 
     tokens: int
@@ -114,6 +134,7 @@ class Plan:
     predicted_seconds: float | None = None
     cold_seconds: float | None = None
     refused_seconds: float | None = None
+    refused_chunks: RefusedChunks | None = None
 
     def __post_init__(self) -> None:
         stop = 0

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from rekindle.core.cells import TimelineEvent
+from rekindle.core.plan import RefusedChunks
 from rekindle.core.request import ReuseLevel
 from rekindle.core.size import count_of, human_bytes
 from rekindle.core.tools import ToolCall
@@ -143,6 +144,7 @@ _MISSES = {
     "unknown": "no earlier prompt begins like this one",
     "differs": "earlier prompts differ from there",
     "slower": "reuse would take longer",
+    "limit": "the disk limit has room for its beginning only",
     "lost": "stored KV could not be read",
     "late": "the cache did not answer in time",
     "checkpoint": "reuse ends at a checkpoint",
@@ -244,7 +246,9 @@ class Reuse:
     miss                why the rest was computed: None (all that is stored was reused), "off", "unknown"
                         (nothing stored begins like it), "differs" (what is stored continues differently), "slower"
                         (reuse would be), "lost" (KV could not be read), "late" (the cache did not answer in time),
-                        "checkpoint" (a state that cannot be cut was reused up to its checkpoint)
+                        "checkpoint" (a state that cannot be cut was reused up to its checkpoint), "limit" (its KV is
+                        larger than the disk limit)
+    refused_chunks      text of other prompts that was found and not reused, because that would take longer
     replayed_replies    number of replies in the prompt that are as the model generated them, not as the client sent
                         them back (`keep_reply_tokens`)
     origin_miss         why nothing came from the origin although one is set and more than a chunk was missing here: a
@@ -275,6 +279,7 @@ class Reuse:
     recompute_policy: str | None = None
     budget: float | None = None
     calibrated: bool | None = None
+    refused_chunks: RefusedChunks | None = None
 
     def __str__(self) -> str:
         """One line for people."""
@@ -289,7 +294,8 @@ class Reuse:
         where = ", ".join(f"{count:,} {name}" for name, count in parts.items() if count)
         again = f", {self.recomputed:,} of them recomputed" if self.recomputed else ""
         reused = f"{self.reused:,} of {self.reused + self.computed:,} tokens reused"
-        rest = f"{self.computed:,} computed" + (f" ({_MISSES.get(self.miss, self.miss)})" if self.miss else "")
+        why = self.miss and (str(self.refused_chunks or "") or _MISSES.get(self.miss, self.miss))
+        rest = f"{self.computed:,} computed" + (f" ({why})" if why else "")
         origin = "" if self.origin_miss is None else f"; origin: {OriginFinding(miss=self.origin_miss)}"
         bits = f"; {_UNCALIBRATED}" if self.calibrated_bits is False else ""
         return f"{reused}{f' ({where}{again})' if where else ''}; {rest}{origin}{bits}"

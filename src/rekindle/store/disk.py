@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rekindle.codec.coder import Coder
 from rekindle.codec.digest import digester_for
@@ -32,7 +33,7 @@ from rekindle.store.disk_space import DiskSpace, Reservation
 from rekindle.store.extents import CodedExtent, Damaged, ExtentFiles, OpenExtent
 from rekindle.store.files import Files
 from rekindle.store.folder import CATALOG, EXTENTS, CacheFolder
-from rekindle.store.limits import Refused, WriteBudget, count_seen, remember_seen
+from rekindle.store.limits import NoRoom, Refused, WriteBudget, count_seen, remember_seen
 from rekindle.store.settings import StoreSettings
 
 OnPublish = Callable[[sqlite3.Connection, int], None]  # with the number of the KV space
@@ -180,6 +181,25 @@ class DiskStore:
                 if also is not None:
                     also(connection, room.kv_space)
         return Written(room.extent, plan.file_bytes, written.header, "quantized" if lossy else plan.coded_as)
+
+    def keep_first(
+        self, kv_space: KvSpace, root: NodeKey, tokens: bytes, kv: Kv, *, base: DeltaBase | None = None, **how: Any
+    ) -> Written:
+        """`keep`, and where there is no space for all of it, of as many first blocks as there is space for; `how` as
+        there. Raises `Refused` if there is none for a single one."""
+        while True:
+            try:
+                return self.keep(kv_space, root, tokens, kv, base=base, **how)
+            except NoRoom as refusal:
+                if base is not None:  # it may be evicted for it
+                    base = None
+                    continue
+                blocks = -(-len(kv.span) // BLOCK_TOKENS)
+                fitting = min(blocks - 1, int(blocks * refusal.share))
+                if fitting < 1:
+                    raise
+                kv = kv.part(Span(kv.span.start, kv.span.start + fitting * BLOCK_TOKENS))
+                tokens = tokens[: kv.span.stop * TOKEN_BYTES]
 
     def _encoded(self, plan: ExtentPlan, kv: Kv, coder: Coder, base: DeltaBase | None) -> CodedExtent | None:
         try:

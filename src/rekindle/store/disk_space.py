@@ -36,7 +36,7 @@ from rekindle.store.evict import Eviction, blocks_a_transaction, is_believed
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles, OpenExtent, WrittenExtent
 from rekindle.store.files import NO_LOCKS, Files, Handle
 from rekindle.store.folder import EXTENTS, WRITERS, CacheFolder, is_own_name
-from rekindle.store.limits import Limits, LimitTooSmall, Refused
+from rekindle.store.limits import Limits, LimitTooSmall, NoRoom, Refused
 from rekindle.store.settings import StoreSettings
 
 ROOMY_SHARE = 0.5  # of the limit: a folder that takes less has room for what killed apps left
@@ -144,6 +144,11 @@ class Compacted:
 
     done: int
     no_room: int
+
+
+def _sharing(refusal: NoRoom, need_bytes: int, short_bytes: int) -> NoRoom:
+    refusal.share = max(0, need_bytes - short_bytes) / need_bytes
+    return refusal
 
 
 class DiskSpace(Limits):
@@ -418,7 +423,7 @@ class DiskSpace(Limits):
                     return Reservation(id, plan.name, number)
                 least = used + need - catalog.freeable_bytes(connection)
                 if least > limit:
-                    raise LimitTooSmall(least, self._limit, limit)
+                    raise _sharing(LimitTooSmall(least, self._limit, limit), need, least - limit)
                 holder = self._holder(connection, plan)
             if not recovered:
                 self.recover()
@@ -426,7 +431,8 @@ class DiskSpace(Limits):
             if not evict:
                 raise Refused("there is no room for it")
             if not self._make_room(used + need - limit + limit // 64, holder, "new", apart):
-                raise Refused("all space is taken by extents that are pinned or being written")
+                refusal = NoRoom("all space is taken by extents that are pinned, being written, or continued by it")
+                raise _sharing(refusal, need, used + need - limit)
 
     def _make_room(self, short: int, holder: tuple[int, int] | None, reason: str, apart: Container[int] = ()) -> bool:
         """Do the next thing that frees space, the cheapest first; whether there was one."""

@@ -25,11 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kept:
-    """The outcome of a keep: kept, known already, or refused and why; early: refused, but tried again later."""
+    """The outcome of a keep: kept, known already, or refused and why; early: refused, but tried again later.
+
+    `whole`: not only the first blocks, for which there was room."""
 
     outcome: Literal["kept", "known", "early", "refused", "failed"]
     reason: str = ""
     size_bytes: int = 0
+    whole: bool = True
 
 
 @dataclass
@@ -85,6 +88,15 @@ class Failures:
         self.counts.refused += 1
         self._count(reason)
         return Kept("refused", reason)
+
+    def cut(self, tokens: int, of: int) -> None:
+        """Note that only the first tokens of a prompt were kept. Logged once."""
+        if not self._limit_said:
+            self._limit_said = True
+            log.warning(
+                "Of a prompt only the first %s of %s tokens are kept on disk: the disk limit has no room for more. Set "
+                "a larger disk_limit (--disk-limit 2GB).", f"{tokens:,}", f"{of:,}",
+            )  # fmt: skip
 
     def log_once(self, what: str, error: Exception, level: int = logging.WARNING) -> None:
         """Log a warning the first time, and at debug level after that."""

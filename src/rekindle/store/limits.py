@@ -33,12 +33,18 @@ class Refused(Exception):
     """Something is not kept, for a reason that is no error."""
 
 
-class LimitTooSmall(Refused):
+class NoRoom(Refused):
+    """Not all of it fits: of the bytes that it needs, only `share` of them."""
+
+    share = 0.0
+
+
+class LimitTooSmall(NoRoom):
     """It does not fit under the disk limit, whatever is evicted."""
 
-    def __init__(self, need_bytes: int, limit: Limit, limit_bytes: int) -> None:
+    def __init__(self, least_bytes: int, limit: Limit, limit_bytes: int) -> None:
         super().__init__(
-            f"with what cannot be evicted it needs {human_bytes(need_bytes)}, and the disk limit ({limit}) allows "
+            f"with what cannot be evicted it needs {human_bytes(least_bytes)}, and the disk limit ({limit}) allows "
             f"{human_bytes(limit_bytes)}. Set a larger disk_limit (--disk-limit 2GB), put the cache on another disk, "
             "or make room on this one"
         )
@@ -97,6 +103,7 @@ class Limits:
         self._files = files
         self._clock = clock
         self._limit = parse_limit(settings.disk_limit)
+        self._last_limit_bytes: int | None = None  # when it was last asked for
 
     def fresh(self) -> catalog.Fresh:
         """When extents must have been kept not to be expired."""
@@ -107,9 +114,15 @@ class Limits:
 
     def limit_bytes(self, used_bytes: int) -> int:
         """What files and catalog may take together, as the disk is now."""
-        if self._limit.size_bytes is not None:
-            return self._limit.size_bytes
-        return self._limit.resolve(self._files.free_bytes(self._folder) + used_bytes)
+        size_bytes = self._limit.size_bytes
+        if size_bytes is None:
+            size_bytes = self._limit.resolve(self._files.free_bytes(self._folder) + used_bytes)
+        self._last_limit_bytes = size_bytes
+        return size_bytes
+
+    def is_over(self, size_bytes: int) -> bool:
+        """Whether so much is above the limit as it was when something was last written. Asks nobody."""
+        return self._last_limit_bytes is not None and size_bytes > self._last_limit_bytes
 
     def used_bytes(self, connection: sqlite3.Connection) -> int:
         """What files and catalog take, with all that is reserved."""

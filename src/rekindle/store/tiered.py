@@ -252,7 +252,7 @@ class TieredStore:
                 stands_on = base if span.start == gap.start else None
                 how: dict[str, Any] = {"evict": evict, "app": app, "coder": coder, "lossy": lossy}
                 also = partial(check_present, present=present)
-                write_it = partial(self.disk.keep, kv_space, match.root, to_here, part, also=also, **how)
+                write_it = partial(self.disk.keep_first, kv_space, match.root, to_here, part, also=also, **how)
                 try:
                     written = write_it(base=stands_on)
                 except Refused:
@@ -260,8 +260,13 @@ class TieredStore:
                         raise
                     written = write_it()  # whole, and the base may be evicted for it
                 size_bytes += written.size_bytes
-                self._hold(written, kv, part)
+                count = written.header.plan.token_count
+                whole = count == len(part.span)
+                self._hold(written, kv, part if whole else part.part(Span(span.start, span.start + count)))
                 self.counts.kept += 1
+                if not whole:
+                    self._failures.cut(span.start + count, kv.span.stop)
+                    return Kept("kept", size_bytes=size_bytes, whole=False)
             return Kept("kept", size_bytes=size_bytes)
 
         return self._writing(write)

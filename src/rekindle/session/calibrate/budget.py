@@ -1,12 +1,15 @@
-"""How many tokens of reused passages a model must recompute for a wanted quality.
+"""How many tokens of reused passages a model must recompute to stay near the full computation.
 
-The least budget is sought whose greedy answers are near enough to those of the full computation, on prompts whose
-passages are known from other prompts. What is found lies between the last that was too little and the first that was
-enough.
+The least budget is sought with which the distributions of the next tokens stay near enough (mean KL), on prompts whose
+passages are known from other prompts: along the first tokens of the answer that the full computation gives. What is
+found lies between the last that was too little and the first that was enough. ROUGE-L of the greedy answers is
+measured, too, but decides nothing: one token that is chosen otherwise, of two that are equally likely, makes another
+text of the rest.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import tempfile
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 EVERYTHING = 1.0  # where no budget that saves anything is enough
 ANSWER_TOKENS = 28
-KL_TOKENS = 16  # of an answer, along which distributions are compared
+KL_TOKENS = 16  # of an answer, along which distributions are compared; also behind its end
+MAX_KL = 0.015  # nats: as for quantized KV
 Advance = Callable[[str], None]  # called before each part, with what it is
 
 
@@ -49,25 +53,26 @@ class TriedBudget:
     budget: float
     rouge_l: float
     kl: float
+    top1: float
     computed_share: float
 
 
 @dataclass(frozen=True)
 class FoundBudget:
-    """What was found: `budget` is `EVERYTHING` where none gives the quality."""
+    """What was found: `budget` is `EVERYTHING` where none that saves anything stays within `max_kl`."""
 
     recompute_policy: str
     budget: float
-    quality: float
+    max_kl: float
     reached: bool
     prompts: int
     tried: tuple[TriedBudget, ...]
 
 
 def find_budget(
-    engine: Engine, questions: Sequence[PassageQuestion], quality: float, prompts: int, advance: Advance
+    engine: Engine, questions: Sequence[PassageQuestion], max_kl: float, prompts: int, advance: Advance
 ) -> FoundBudget | None:
-    """The least budget whose answers have a ROUGE-L of `quality` to those of the full computation.
+    """The least budget whose mean KL from the full computation is at most `max_kl`.
 
     None if fewer than two prompts fit the model's context. The engine must be able to recompute tokens. Raises
     `InvalidSetting` if fewer than two questions have enough passages.
@@ -78,23 +83,23 @@ def find_budget(
         return None
     recompute_policy = "leading" if engine.capabilities.recompute == "leading" else OURS
     with BudgetTrials.opened(engine, drawn, donors_of(drawn, questions, order), advance) as trials:
-        tried = trials.search(BUDGETS, quality, advance)
-    budget = min_budget(tried, quality)
-    return FoundBudget(recompute_policy, budget or EVERYTHING, quality, budget is not None, len(drawn), tuple(tried))
+        tried = trials.search(BUDGETS, max_kl, advance)
+    budget = min_budget(tried, max_kl)
+    return FoundBudget(recompute_policy, budget or EVERYTHING, max_kl, budget is not None, len(drawn), tuple(tried))
 
 
-def min_budget(tried: Sequence[TriedBudget], quality: float) -> float | None:
-    """The least budget that gives the quality, between those that were tried (in increasing order); None if none does.
+def min_budget(tried: Sequence[TriedBudget], max_kl: float) -> float | None:
+    """The least budget within `max_kl`, between those that were tried (in increasing order); None if none is.
 
-    More is never worse: where noise says otherwise, the best quality so far counts.
+    More is never worse: where noise says otherwise, the least KL so far counts.
     """
-    before: tuple[float, float] | None = None  # budget, quality
+    before: tuple[float, float] | None = None  # budget, KL
     for one in tried:
-        reached = max(one.rouge_l, before[1] if before else 0.0)
-        if reached >= quality:
+        reached = min(one.kl, before[1] if before else math.inf)
+        if reached <= max_kl:
             if before is None or reached == before[1]:
                 return one.budget
-            return before[0] + (one.budget - before[0]) * (quality - before[1]) / (reached - before[1])
+            return before[0] + (one.budget - before[0]) * (before[1] - max_kl) / (before[1] - reached)
         before = (one.budget, reached)
     return None
 
@@ -213,8 +218,8 @@ class BudgetTrials(PassageTrials):
         with cls.warmed(engine, donors, advance) as session:
             yield cls(session, prompts, advance)
 
-    def search(self, budgets: Sequence[float], quality: float, advance: Advance) -> list[TriedBudget]:
-        """Halve the range of budgets (in increasing order) until the least that gives the quality is found.
+    def search(self, budgets: Sequence[float], max_kl: float, advance: Advance) -> list[TriedBudget]:
+        """Halve the range of budgets (in increasing order) until the least within `max_kl` is found.
 
         Returns those that were tried, in increasing order: two neighbours are among them, unless the least one is
         enough or none is.
@@ -225,7 +230,7 @@ class BudgetTrials(PassageTrials):
             middle = (low + high) // 2
             advance(f"a budget of {budgets[middle]:g}")
             tried.append(self._try(budgets[middle]))
-            low, high = (low, middle) if tried[-1].rouge_l >= quality else (middle + 1, high)
+            low, high = (low, middle) if tried[-1].kl <= max_kl else (middle + 1, high)
         return sorted(tried, key=lambda one: one.budget)
 
     def choose(self, budget: float) -> None:
@@ -235,29 +240,38 @@ class BudgetTrials(PassageTrials):
 
     def _try(self, budget: float) -> TriedBudget:
         self.choose(budget)
-        rouge, kl, shares = [], [], []
+        rouge, near, shares = [], [], []
         for prompt, tokens, answer, logits in self._exact:
             some = self._start(prompt, tokens, "approximate")
-            rouge.append(rouge_l(answer, self._greedy(some)[0]))
-            kl.append(nearness(logits, self._forced(some, answer[: len(logits)])).mean_kl)
+            rouge.append(rouge_l(self._ended(answer), self._ended(self._greedy(some)[0])))
+            near.append(nearness(logits, self._forced(some, answer[: len(logits)])))
             shares.append(some.computed_share)
             self.end(some)
-        return TriedBudget(budget, *map(statistics.fmean, (rouge, kl, shares)))
+        kl, top1 = [one.mean_kl for one in near], [one.top1 for one in near]
+        return TriedBudget(budget, *map(statistics.fmean, (rouge, kl, top1, shares)))
 
     def _start(self, prompt: PassagePrompt, tokens: PromptTokens, reuse: ReuseLevel) -> StartedPrompt:
         """Start a prompt with room for an answer."""
         return start_prompt(self.session.cache, self.engine, prompt.request(reuse=reuse), tokens, ANSWER_TOKENS)
 
     def _greedy(self, some: StartedPrompt) -> tuple[list[int], Logits]:
-        """The answer up to where the model ends it, and the logits of its first tokens; the sequence is as before."""
+        """The answer, also behind its end if it is short, and the logits of its first tokens.
+
+        The sequence is as before."""
         sequence, logits = some.result.context.sequence, [some.result.logits[-1]]
         length, answer = sequence.length, [int(logits[0].argmax())]
-        while len(answer) < ANSWER_TOKENS and answer[-1] not in self.engine.tokenizer.stop_ids:
+        stops = self.engine.tokenizer.stop_ids
+        while len(answer) < KL_TOKENS or (len(answer) < ANSWER_TOKENS and stops.isdisjoint(answer)):
             (found,) = self.engine.step([Row.following(sequence, answer[-1:])])
             logits.append(found[-1])
             answer.append(int(found[-1].argmax()))
         sequence.truncate(length)
         return answer, np.stack(logits[:KL_TOKENS])
+
+    def _ended(self, answer: Sequence[int]) -> Sequence[int]:
+        """The answer up to where the model ends it."""
+        stops = self.engine.tokenizer.stop_ids
+        return answer[: next((place + 1 for place, token in enumerate(answer) if token in stops), None)]
 
     def _forced(self, some: StartedPrompt, answer: Sequence[int]) -> Logits:
         """The logits `[answer, vocabulary]` along another answer."""
