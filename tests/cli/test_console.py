@@ -157,6 +157,11 @@ def test_the_stages_of_loading_are_shown_one_after_the_other(monkeypatch: pytest
             eventually(lambda words=words: words in shown.getvalue())
             report(stage, 100, 100)
             assert console.notes._live_stack == []
+        with line.during(lambda _: "waiting for the rest"):  # of a job, whose model is loaded first
+            report("load", 0, 100)
+            report("load", 100, 100)
+            eventually(lambda: "waiting for the rest" in shown.getvalue())
+        assert console.notes._live_stack == []
         report("download", 1, 100)
         eventually(lambda: "downloading smollm2" in shown.getvalue())
     assert console.notes._live_stack == []

@@ -75,6 +75,25 @@ class WaitingLine:
         self._lock = threading.Lock()
         self._status: Status | None = None
         self._shows: threading.Timer | None = None
+        self._job: Callable[[float], str] | None = None
+
+    @contextmanager
+    def during(self, words: Callable[[float], str]) -> Iterator[None]:
+        """While the block runs, `words` are said unless something else is waited for."""
+        self._job = words
+        self.say(words)
+        try:
+            yield
+        finally:
+            self._job = None
+            self.clear()
+
+    def stage_ended(self) -> None:
+        """What was waited for is over; the rest of a job is waited for again."""
+        if self._job is None:
+            self.clear()
+        else:
+            self.say(self._job)
 
     def say(self, words: Callable[[float], str]) -> None:
         """Something is waited for from now on; `words` gets for how many seconds."""
@@ -144,7 +163,7 @@ def waiting(what: str) -> Iterator[tuple[Report, WaitingLine]]:
         shown = stage if done < total else ""
         if not shown:
             downloads.stop()
-            line.clear()
+            line.stage_ended()
 
     try:
         yield report, line

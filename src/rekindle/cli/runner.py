@@ -57,11 +57,8 @@ class WaitedFor:
                 self._line.clear()
                 send(event)
 
-        self._line.say(lambda seconds: f"waiting for the model, {seconds:.0f} s")
-        try:
+        with self._line.during(lambda seconds: f"waiting for the model, {seconds:.0f} s"):
             return self._runner.run(job, take)
-        finally:
-            self._line.clear()
 
 
 @contextmanager

@@ -34,8 +34,13 @@ class ReplyStream(Iterator[TextPiece]):
     def __init__(self, run: Run, cancelled: threading.Event | None = None, planned: OnPlanned | None = None) -> None:
         """Setting `cancelled` is the same as `cancel()`. `planned` is called before anything is computed."""
         self._cancelled = cancelled or threading.Event()
-        self._planned = [] if planned is None else [planned]
-        self._pieces = run(self._cancelled.is_set, self._note_plan)
+        listening = self._planned = [] if planned is None else [planned]
+
+        def note_plan(prefill: PromptPrefill, reuse: Reuse) -> None:  # without `self`: unread streams end at once
+            for listener in listening:
+                listener(prefill, reuse)
+
+        self._pieces = run(self._cancelled.is_set, note_plan)
         self._reading = threading.Lock()
         self._reply: Reply | None = None
 
@@ -66,10 +71,6 @@ class ReplyStream(Iterator[TextPiece]):
         if first is not None:
             yield first
             yield from self
-
-    def _note_plan(self, prefill: PromptPrefill, reuse: Reuse) -> None:
-        for planned in self._planned:
-            planned(prefill, reuse)
 
     @property
     def reply(self) -> Reply:
