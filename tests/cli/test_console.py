@@ -68,21 +68,6 @@ def test_the_check_of_the_weights_is_named_and_happens_once() -> None:
     assert console._STAGES["digest"] == "checking the model's weights (first time only)"
 
 
-def test_a_terminal_gets_no_escapes_of_a_model_and_a_pipe_gets_its_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "\x1b]52;c;cm0gLXJm\x07 a\n\tb \x1b[2J\u202e"
-    for terminal in (True, False):
-        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
-        assert (runner.for_terminal(text) == text) is not terminal
-        printer = runner.ReplyPrinter(time.perf_counter(), silent=False)
-        printer.take({"text": text})
-        assert printer.text == text, "what is sent back as history is what the model wrote"
-        shown = capsys.readouterr().out
-        assert not (terminal and ("\x1b" in shown or "\u202e" in shown))
-        assert "\n\tb" in shown
-
-
 def test_a_terminal_shows_how_far_the_prompt_is_read_and_then_only_the_reply(
     monkeypatch: pytest.MonkeyPatch, engine: Gated, waited: WaitedFor
 ) -> None:

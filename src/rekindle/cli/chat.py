@@ -30,6 +30,7 @@ from rekindle.cli.options import (
 )
 from rekindle.core.request import PromptLike, as_messages
 from rekindle.errors import Cancelled, InvalidPrompt, InvalidSetting, RequestError
+from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
     from rekindle.daemon.jobs import JobRunner
@@ -123,7 +124,7 @@ class _Conversation:
                 else:
                     printer.print_footer(result, result["reply"])
         except RequestError as error:  # this message cannot be answered; the next one may
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(printable(f"error: {error}"), err=True)
             return
         except (KeyboardInterrupt, Cancelled):
             typer.echo("[stopped]", err=True)

@@ -12,6 +12,7 @@ import typer
 
 from rekindle.cli.options import app
 from rekindle.errors import RekindleError
+from rekindle.text.visible import printable
 
 MODULES = {  # command -> module; without a command here, help for instance, all of them
     "adapters": "models", "answers": "answers", "apps": "apps", "ask": "ask", "bench": "bench", "cache": "cache",
@@ -38,7 +39,7 @@ def main() -> None:
     try:
         app()
     except RekindleError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(printable(f"error: {error}"), err=True)
         sys.exit(1)
 
 

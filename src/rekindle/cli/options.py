@@ -27,7 +27,7 @@ from rekindle.errors import InvalidPrompt, why_unreadable
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import API_KEY_VARIABLE, ENGINE_SETTINGS, GROUPS, SETTINGS, names_in
 from rekindle.settings.setting import PREFIX, Setting
-from rekindle.text.visible import printable
+from rekindle.text.visible import escaped, printable
 
 _SILENT_SECONDS = 1.0  # before standard input is waited for visibly
 
@@ -333,7 +333,7 @@ def _root(
 
 def print_json(value: Any) -> None:
     """One JSON value on standard output, and nothing else."""
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+    typer.echo(escaped(json.dumps(value, ensure_ascii=False, indent=2)))
 
 
 def print_table(

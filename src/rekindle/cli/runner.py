@@ -137,7 +137,6 @@ def for_terminal(text: str) -> str:
 
 class ReplyPrinter(logging.Handler):
     """Prints the pieces of a reply as they come, and measures how long the user waited for the first.
-
     Inside its block, warnings are lines of their own on standard error: before the reply, else behind it.
     """
 
@@ -172,7 +171,8 @@ class ReplyPrinter(logging.Handler):
         self.text += event["text"]
         if not self._silent and event["text"]:
             self._in_line = True
-            typer.echo(for_terminal(event["text"]), nl=False)
+            # color: click would remove escapes from what is piped
+            typer.echo(for_terminal(event["text"]), nl=False, color=True)
 
     def end_line(self) -> None:
         """End the reply's last line, if one is open, and print the warnings that waited for it."""

@@ -19,6 +19,11 @@ def printable(text: str) -> str:
     return "".join(_name(char) if _is_control(char) else char for char in text)
 
 
+def escaped(json_text: str) -> str:
+    """The same JSON with the control characters escaped that JSON allows in texts, but terminals obey."""
+    return "".join(f"\\u{ord(char):04x}" if _is_control(char) else char for char in json_text)
+
+
 def find_only_difference(a: str, b: str) -> str | None:
     """The one way in which two prefixes that look alike differ: Unicode form, invisible characters, whitespace, case.
 
