@@ -205,6 +205,13 @@ def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path)
         ): "The prompt has 78 tokens, the context is limited to 50. "
         "Shorten it. Or raise --context: the model takes up to 512.",
         ("run", str(tiny_folder), "hi", "--context", "600"): "--context 600 is out of range: this model takes 1 to 512",
+        (
+            "run",
+            str(tiny_folder),
+            "hi",
+            "--cache",
+            "/proc/x",
+        ): "or go without a cache: --cache off.",
         ("rm", "nosuch"): "No model 'nosuch' was pulled",
         (
             "rm",

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from rekindle.cli.main import app
 from rekindle.errors import DocumentNotFound, InvalidSetting, LibraryFull, NothingKnown, RekindleError
 from rekindle.knowledge import paths as watch
+from rekindle.knowledge.ingest import Ingester
 from tests.knowledge.conftest import embedder_folder
 
 __all__ = ["embedder_folder"]  # a fixture
@@ -306,3 +307,23 @@ def test_a_full_library_refuses_more_and_stats_tell_the_limit(run: Run, files: P
     assert told["limit_bytes"] == 10**6 and told["folder_bytes"] >= told["file_bytes"] > 0
     assert "library_limit 1.0 MB" in run("knowledge", "stats", "--library-limit", "1MB").stdout
     assert "no limit" in run("knowledge", "stats", "--library-limit", "none").stdout
+
+
+def test_an_ingestion_that_is_interrupted_says_what_is_kept(
+    run: Run, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Ingester._file
+
+    def interrupted(self: Ingester, path: Path, known: Any) -> None:
+        if path.name == "walrus.md":
+            raise KeyboardInterrupt
+        read(self, path, known)
+
+    monkeypatch.setattr(Ingester, "_file", interrupted)
+    result = run("ingest", files)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == (
+        "stopped; the library holds 1 document with 1 passage. The same command goes on from there."
+    )
+    monkeypatch.undo()
+    assert "1 document added, 0 changed, 0 removed, 1 unchanged" in run("ingest", files).stdout

@@ -241,7 +241,12 @@ def test_a_server_ends_well_when_it_is_told_to(tiny_gguf: Path, tmp_path: Path, 
         assert httpx.get(f"{url}/v1/models").status_code == 401
         (told,) = json.loads(rekindle("ps", "--json", "--api-key", ALICE).stdout)
         assert told["url"] == url and told["model"] == "tiny"
-        assert ended(process, number) == 0
+        process.send_signal(number)
+        _, said = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0
+        assert re.search(rf"stopped; the KV of [\d,]+ tokens is kept in {re.escape(str(cache))} for the next", said), (
+            said
+        )
     assert json.loads(rekindle("ps", "--json").stdout) == []
     with Session(tiny_gguf, cache=str(cache), tenant="alice") as session:
         assert session.generate("The keeper of the lighthouse", max_tokens=1).reuse.disk > 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rekindle import Session
+from rekindle.cache.explain import Explanation
 from rekindle.core.document import Quote
 from rekindle.core.keys import token_bytes
 from rekindle.core.request import Request
@@ -315,3 +316,24 @@ def test_a_reply_that_only_cites_is_shown_with_the_cited_sentence_and_not_kept(s
     assert session.flush()
     (kept,) = session.answers.bank().entries()
     assert kept.question == question and kept.answer is None and kept.state == "open"
+
+
+def test_an_explanation_of_a_question_advises_what_its_asker_can_do(session: Session) -> None:
+    for question in ("What does the ferry cost?", "How long does the lamp burn?", "Who is the baker?"):
+        session.ask(question, max_tokens=2, retrieval="bm25")
+    session.flush()
+    explained = session.explain_request(session.prepare("When is bread baked?", retrieval="bm25").request)
+    said = str(explained)
+    assert explained.advice is not None and said.endswith(explained.advice)
+    assert "rekindle warm --knowledge" in said and "--reuse approximate" in said
+    assert "Move it" not in said and "likely cause" not in said
+
+
+def test_a_request_that_was_answered_is_explained_by_what_was_measured(session: Session) -> None:
+    session.ask("What does the ferry cost?", max_tokens=2)
+    session.flush()
+    assert session.cache.store is not None
+    (asked,) = history.last(session.cache.store.disk, 1)
+    measured = Explanation.from_dict({**asked.record, "predicted_seconds": 4.2, "cold_seconds": 3.422})
+    (line,) = [line for line in str(measured).splitlines() if line.startswith("  first token")]
+    assert "expected" not in line and "3,422 ms" not in str(measured)

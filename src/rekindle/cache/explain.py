@@ -36,6 +36,11 @@ _LEAD_TOKENS = 8
 _COMPARED_TOKENS = 512  # of both prompts behind a difference
 _COMPARED = 12  # earlier prompts, for what changes
 
+_PASSAGE_ADVICE = (
+    "Another question brings other passages, or the same in another order. `rekindle warm --knowledge` computes now "
+    "what questions begin with; --reuse approximate reuses passages wherever they stand, partly recomputed."
+)
+
 _COLUMNS = 60
 _NAMES = "0123456789abcdefghijklmnoprstuvwxyz"  # of chunks, over and over; q is the question
 
@@ -100,6 +105,7 @@ class Explanation:
     streamed_slices: Mapping[str, int] = field(default_factory=dict)  # of them, at each level
     timeline: tuple[TimelineEvent, ...] = ()  # when, and what was computed meanwhile
     origin: OriginFinding | None = None  # what it has, for a prompt that was not run; why nothing came from it
+    advice: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -147,10 +153,10 @@ class Explanation:
             entry = "" if not names else f"  entry {names[0][:8]}" if len(names) == 1 else f"  {len(names)} entries"
             where = _PLACES.get(source, f"from {source}")
             lines.append(f"  {parts[0].start:>6} to {parts[-1].stop:<6} {where}{entry}")
-        times = {"expected": self.predicted_seconds, "without the cache": self.cold_seconds}
+        times = {"expected": self.predicted_seconds, "without the cache about": self.cold_seconds}
+        if self.first_token_seconds is not None:  # it was measured: what was expected says nothing more
+            times = {"first token": self.first_token_seconds}
         shown = [f"{name} {human_seconds(value)}" for name, value in times.items() if value is not None]
-        if self.first_token_seconds is not None:
-            shown.insert(0, f"first token {human_seconds(self.first_token_seconds)}")
         if shown:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
@@ -169,7 +175,7 @@ class Explanation:
         if self.change is not None:
             named = self.difference is not None and self.difference.cause == "nonce"
             lines += _change_lines(self.change)[-1:] if named else _change_lines(self.change)
-        return lines
+        return lines if self.advice is None else [*lines, self.advice]
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,7 @@ class Prompt:
     model: str
     tokens: Sequence[int]
     asked: str | Sequence[int] | Sequence[Message]
+    quotes: bool = False  # passages, whose places the user does not choose
 
     @cached_property
     def content(self) -> bytes:
@@ -225,6 +232,11 @@ class Explainer:
         kinds = ("differs", "gone", "elsewhere", "slower")
         if parting is None or reason.kind not in kinds or reuse.refused_chunks is not None:
             difference = None
+        advice = None
+        if prompt.quotes:  # who asked can neither move a text nor take one out
+            change = None
+            difference = None if difference is None else replace(difference, cause=None)
+            advice = _PASSAGE_ADVICE if reason.kind in ("differs", "new") and not reuse.from_chunks else None
         return Explanation(
             model=prompt.model,
             tokens=len(prompt.tokens),
@@ -244,6 +256,7 @@ class Explainer:
             streamed_slices=reuse.streamed_slices,
             timeline=reuse.timeline,
             origin=origin,
+            advice=advice,
         )
 
     def _parting(self, prompt: Prompt, match: Match | None, reused: int) -> Parting | None:

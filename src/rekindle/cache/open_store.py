@@ -49,7 +49,7 @@ def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | Non
         return TieredStore(settings.cache or cache_folder(), chosen, shared=shared_tiers(settings))
     except CacheUnusable as error:
         if settings.cache is not None and has_room(Path(settings.cache)):
-            raise
+            raise CacheUnusable(f"{error} Name another folder, or go without a cache: --cache off.") from error
         log.warning("The cache cannot be used, so everything is computed: %s", error)
         return None
 

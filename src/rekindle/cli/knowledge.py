@@ -75,11 +75,16 @@ def ingest(
                 typer.echo(f"note: {kept}", err=True)
             return done
 
-        if watch:
-            _watch(paths, once)
-            return
-        done = once(paths)
-        if done.problems:
+        try:
+            if watch:
+                _watch(paths, once)
+            done = None if watch else once(paths)
+        except KeyboardInterrupt:
+            counts = libraries.library().counts()
+            kept = _documents(counts["documents"], counts["chunks"])
+            typer.echo(f"stopped; the library holds {kept}. The same command goes on from there.", err=True)
+            raise typer.Exit(0 if watch else 130) from None
+        if done is not None and done.problems:
             raise typer.Exit(1)
 
 
@@ -371,8 +376,6 @@ def _watch(paths: list[str], once: Callable[..., IngestResult]) -> None:
             once(some, watched=number > 0)
     except ImportError as error:
         raise ExtraMissing('--watch needs: pip install "rekindle-llm[knowledge]"') from error
-    except KeyboardInterrupt:
-        return
 
 
 def _moment(text: str | None) -> float | None:

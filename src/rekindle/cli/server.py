@@ -29,8 +29,8 @@ from rekindle.cli.options import (
     serving_options,
     takes,
 )
-from rekindle.core.size import human_duration
-from rekindle.errors import InvalidSetting
+from rekindle.core.size import count_of, human_duration
+from rekindle.errors import InvalidSetting, RekindleError
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, API_KEYS_VARIABLE, ServerSettings, Settings
 
@@ -136,6 +136,25 @@ def serve(
         if not keys and _others_are_here():
             say("Every user of this machine can use this server: it has no API key. Give it one with --api-key-file.")
         running.run()
+        say(_what_is_kept(known))
+
+
+def _what_is_kept(settings: Settings) -> str:
+    """What the next start finds, for people who stop a server."""
+    from rekindle.cli.cache import open_cache
+    from rekindle.machine import cache_folder
+    from rekindle.store import report
+
+    if "off" in (settings.cache, settings.reuse):
+        return "stopped; no KV is kept, because the cache is off"
+    try:
+        with open_cache(
+            Path(settings.cache or cache_folder()), None if settings.key_file is None else Path(settings.key_file)
+        ) as store:
+            found = report.summary(store)
+    except RekindleError as error:
+        return f"stopped; no KV is kept: {error}"
+    return f"stopped; the KV of {count_of(found['tokens'], 'token')} is kept in {store.folder} for the next start"
 
 
 def _others_are_here() -> bool:

@@ -526,7 +526,8 @@ class Session:
 
     def _prompt(self, request: Request, lookup: CacheLookup) -> Prompt:
         identity = self.engine.identity(self.engine.regime(len(lookup.tokens)))
-        return Prompt(lookup.kv_space, identity, self.engine.name, lookup.tokens, request.prompt)
+        asked, quotes = request.prompt, bool(request.quotes)
+        return Prompt(lookup.kv_space, identity, self.engine.name, lookup.tokens, asked, quotes)
 
     def close(self) -> None:
         """Keep what is waiting, within a bounded time, and free the model, unless it was given. Idempotent."""
