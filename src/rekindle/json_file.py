@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rekindle.machine import make_private_folder
+
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
-    """Replace a file atomically, and make its folder. Raises `OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace a file atomically, with one that only its owner can read, and make its folder. Raises `OSError`."""
+    make_private_folder(path.parent)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=indent)

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def describe_machine() -> dict[str, Any]:
@@ -90,6 +90,49 @@ def cache_folder() -> Path:
 def models_folder() -> Path:
     """Where pulled models live, one folder each."""
     return home_folder() / "models"
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder, and its missing parents, that nobody else can enter. In our home, existing ones are narrowed.
+
+    A home that holds files of others keeps its mode. Raises `OSError`.
+    """
+    for missing in reversed([path for path in folder.parents if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    homes = {home_folder(), data_folder()}
+    for path in (folder, *folder.parents):
+        if homes.intersection((path, *path.parents)) and (_holds_only_ours if path in homes else _is_no_link)(path):
+            narrow(path)
+
+
+def narrow(path: Path) -> None:
+    """Remove other users' permissions from a file or folder, if it is this user's."""
+    about = path.stat()
+    if os.name == "posix" and about.st_mode & 0o077 and about.st_uid == os.geteuid():
+        path.chmod(about.st_mode & 0o700)
+
+
+def narrow_tree(folder: Path) -> None:
+    """Remove other users' permissions from a folder that another library wrote, and from all in it."""
+    for path in filter(_is_no_link, (folder, *folder.rglob("*"))):
+        narrow(path)
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """Open a file as `open` does; only its owner can read a new one. Raises `OSError`."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+_OWN_FOLDERS = {"cache", "models", "servers", "usage", "knowledge", "lost+found"}  # the last is an empty volume's
+
+
+def _holds_only_ours(home: Path) -> bool:
+    return all(path.name in _OWN_FOLDERS or ".json" in path.name for path in home.iterdir())
+
+
+def _is_no_link(path: Path) -> bool:
+    return not path.is_symlink()
 
 
 def config_folder() -> Path | None:

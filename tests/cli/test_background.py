@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +47,17 @@ def test_a_typo_in_a_models_name_leaves_the_loaded_model_loaded(background: None
     for typo in ("smolm2", "tiny.gguf", "./nosuch", "nosuch.gguf"):
         assert rekindle("run", typo, "Hello").exit_code == 1
     assert loaded() == before
+
+
+def test_nobody_else_reads_the_log_and_the_lock_of_the_background_process(background: None, tiny_gguf: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert rekindle("run", str(tiny_gguf), "Hello", "-n", "1").exit_code == 0
+    finally:
+        os.umask(before)
+    files = [path for path in Path(os.environ["XDG_RUNTIME_DIR"]).rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".lock", ".log"}
+    assert [path for path in files if path.stat().st_mode & 0o077] == []
 
 
 def test_a_missing_relative_file_is_named_as_it_was_typed(background: None, tiny_gguf: Path) -> None:

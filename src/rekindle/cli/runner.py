@@ -137,6 +137,7 @@ def for_terminal(text: str) -> str:
 
 class ReplyPrinter(logging.Handler):
     """Prints the pieces of a reply as they come, and measures how long the user waited for the first.
+
     Inside its block, warnings are lines of their own on standard error: before the reply, else behind it.
     """
 

@@ -14,6 +14,7 @@ from rekindle import errors
 from rekindle.daemon.private_socket import JobConnection, connect, sockets
 from rekindle.daemon.spec import DaemonSpec
 from rekindle.errors import DaemonFailed, RekindleError
+from rekindle.machine import open_private
 
 if TYPE_CHECKING:
     from rekindle.daemon.jobs import Event, Job, Send
@@ -86,7 +87,7 @@ class DaemonClient:
         """Start the daemon. One model at a time stays: those of others that are idle leave first."""
         for path in sockets():
             ask(path, {"kind": "leave", "only_if_idle": True})
-        with self._log.open("wb") as output:
+        with open_private(self._log, "wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "rekindle.daemon.process"],
                 stdin=subprocess.PIPE,

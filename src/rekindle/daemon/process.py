@@ -24,6 +24,7 @@ from rekindle.daemon.private_socket import JobConnection
 from rekindle.daemon.spec import DaemonSpec
 from rekindle.engine.base import Engine
 from rekindle.engine.load import EngineOptions, load_engine
+from rekindle.machine import open_private
 from rekindle.models import adapter_registry
 from rekindle.models.files import file_version
 from rekindle.models.sources import model_version
@@ -41,7 +42,7 @@ def main() -> None:
     """Run the daemon that a line of JSON on standard input describes, unless one is running."""
     about = json.loads(sys.stdin.readline())
     path = Path(about["socket"])
-    with path.with_suffix(".lock").open("w") as lock:
+    with open_private(path.with_suffix(".lock"), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # another one is running, and answers

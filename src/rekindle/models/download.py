@@ -13,6 +13,7 @@ import httpx
 
 from rekindle.addresses import refuse_plain_authorization
 from rekindle.errors import DigestMismatch, DownloadFailed, NoSpace
+from rekindle.machine import make_private_folder, open_private
 
 Progress = Callable[[str, int, int], None]  # stage, units done, units in all
 
@@ -60,7 +61,7 @@ def download(url: str, target: Path, *, sha256: str, progress: Progress | None =
     address, login = split_login(url)
     shown = address.copy_with(query=None)  # a query may be a signature
     part = target.with_name(target.name + ".part")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(target.parent)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             _fetch(address, login, part, progress)
@@ -103,7 +104,7 @@ def no_space(error: OSError, path: Path) -> NoSpace:
 
 def require_space(folder: Path, needed_bytes: int, what: str) -> None:
     """Raise `NoSpace` before the work begins, not in the middle of it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise NoSpace(
@@ -123,7 +124,7 @@ def _fetch(url: httpx.URL, login: httpx.BasicAuth | None, part: Path, progress: 
         done = have if resumed else 0
         length = int(response.headers.get("Content-Length", 0))
         require_space(part.parent, length, f"The download of {part.stem}")
-        with part.open("ab" if resumed else "wb") as file:
+        with open_private(part, "ab" if resumed else "wb") as file:
             for data in response.iter_bytes(_CHUNK_BYTES):
                 file.write(data)
                 done += len(data)

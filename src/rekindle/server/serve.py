@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import uvicorn
 from rekindle.core.size import parse_duration
 from rekindle.http_server import BACKLOG, HttpServer, bind, limited_protocol, url_of
 from rekindle.idle.idle import IdleOptions
+from rekindle.json_file import write_json
 from rekindle.machine import home_folder
 from rekindle.server.app import make_app
 from rekindle.server.auth import ApiKeys, check_settings
@@ -101,8 +101,7 @@ def _registered(url: str, model: str) -> Iterator[None]:
     """Register the server for `rekindle ps`. If that cannot be written, it runs all the same."""
     place = servers_folder() / f"{os.getpid()}.json"
     with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps({"url": url, "pid": os.getpid(), "model": model}), "utf-8")
+        write_json(place, {"url": url, "pid": os.getpid(), "model": model})
     try:
         yield
     finally:

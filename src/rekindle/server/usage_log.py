@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from rekindle.core.reply import Reply
+from rekindle.machine import make_private_folder, narrow, open_private
 
 MINUTE, HOUR = 60, 3600
 _KEPT = {MINUTE: 2 * HOUR, HOUR: 31 * 24 * HOUR}  # seconds, by the length of a row
@@ -92,6 +93,8 @@ class UsageLog:
                 yield self._memory
             return
         assert self._path is not None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._path.parent)
+        with open_private(self._path, "ab"):  # else SQLite makes a file that others can read
+            narrow(self._path)
         with closing(sqlite3.connect(self._path, timeout=1.0)) as connection, connection:
             yield connection

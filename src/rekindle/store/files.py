@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rekindle.machine import make_private_folder
+
 if sys.platform == "win32":
     import msvcrt
 else:
@@ -50,7 +52,7 @@ class Files:
 
     def make_folder(self, path: Path) -> None:
         """Make a folder, and its parents, that nobody else can enter."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path)
 
     def create(self, path: Path) -> Handle:
         """A new file that only its owner can read. Raises `FileExistsError`."""

@@ -27,6 +27,7 @@ from rekindle.engine.base import Reserve
 from rekindle.engine.hf.decoder import ADVICE, refusal
 from rekindle.engine.hf.device import Placement, choose_placement, total_memory
 from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, UnsupportedModel
+from rekindle.machine import make_private_folder, narrow_tree
 from rekindle.models.download import no_space
 from rekindle.models.files import digest_of_files
 from rekindle.models.gguf import read_header
@@ -222,11 +223,12 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     Raises `UnsupportedModel` for an architecture transformers cannot read, `BrokenModel` for a damaged file and
     `NoSpace` for a full disk.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder.parent)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # its GGUF reader draws a bar of its own
             _write_folder(gguf, work)
+        narrow_tree(work)
         if not folder.exists():  # else another process was faster
             work.replace(folder)
     except OSError as error:

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from rekindle.errors import EngineMissing, UnsupportedModel
+from rekindle.machine import narrow_tree
 from rekindle.models.download import no_space, require_space
 from rekindle.models.files import ModelFiles
 from rekindle.models.hf_folder import check_folder
@@ -49,6 +50,7 @@ def export(files: ModelFiles, form: OnnxForm) -> Path:
     try:
         _build(files, form, work / "out", work)
         if not target.exists():  # else another process was faster
+            narrow_tree(work)
             (work / "out").replace(target)
     except OSError as error:
         raise no_space(error, target) from error
