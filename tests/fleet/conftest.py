@@ -26,7 +26,7 @@ def whatever_is_stored_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.unmeasured_costs import UnmeasuredCosts
 
     monkeypatch.setattr("rekindle.vllm.block_store.LOAD_SECONDS", 120.0)
-    monkeypatch.setattr("rekindle.vllm.served_model.Costs", lambda prior: UnmeasuredCosts())
+    monkeypatch.setattr("rekindle.vllm.served_model.Costs", lambda prior, compiles: UnmeasuredCosts())
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,14 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from rekindle.cache.cost import FREE, Costs, Rates, prior_rates
+from rekindle.cache.cost import FREE, Costs, Rates, machine_and_model, prior_rates, recall_costs, remember_costs
 from rekindle.cache.matches import Found, Matches
 from rekindle.cache.planner import PrefillSteps, make_plan
 from rekindle.core.kv import KvLayout, LayerShape, Span
 from rekindle.core.plan import MARGIN, Compute, Load, Plan, Tier
+from rekindle.engine.fake import FakeEngine
+from rekindle.json_file import JsonMemo
+from rekindle.machine import home_folder
 from rekindle.store.probe import ReadSpeeds
 
 pytestmark = pytest.mark.thorough
@@ -583,3 +586,16 @@ def test_rubbish_among_the_remembered_costs_never_spoils_a_plan(known: Any) -> N
     assert costs.rates.compute_seconds(Span(0, 100)) > 0
     make_plan(KNOWN, costs.rates, PrefillSteps(256))
     json.dumps(costs.as_json())
+
+
+def test_what_an_earlier_version_remembered_is_ignored_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """553 kB from memory were expected to take 25.6 s, by the file of a machine that had been busy."""
+    engine = FakeEngine()
+    rows = [[1.0, 553_000.0, 25.6, NOW]] * 9
+    JsonMemo(home_folder() / "costs.json", 9).keep(machine_and_model(engine), {"memory": rows, "disk": rows})
+    costs = recall_costs(engine)
+    assert costs.rates == prior_rates(engine) and not caplog.records
+    for _ in range(3):
+        costs.loaded("memory", 553_000, 3e-3)
+    remember_costs(engine, costs)
+    assert recall_costs(engine).rates.load_seconds("memory", 553_000) == pytest.approx(3e-3)

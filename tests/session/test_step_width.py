@@ -63,6 +63,20 @@ def test_an_engine_that_is_steady_is_not_measured() -> None:
     assert not (home_folder() / "step_width.json").exists()
 
 
+@pytest.mark.parametrize(("dtype", "steady"), [("float32", True), ("bfloat16", False), ("float16", False)])
+def test_torch_is_measured_where_numbers_have_fewer_bits(dtype: str, steady: bool) -> None:
+    """In bfloat16 a quarter of the answers to questions over documents read differently with drafts and the cache."""
+    torch = pytest.importorskip("torch")
+    from rekindle.engine.hf.device import choose_placement
+    from rekindle.engine.hf.engine import HfEngine
+    from tests.tiny import byte_tokenizer, tiny_model
+
+    model = tiny_model("llama").to(getattr(torch, dtype))
+    engine = HfEngine(model, byte_tokenizer(), name="tiny", placement=choose_placement("cpu", dtype))
+    assert engine.capabilities.steady is steady
+    engine.close()
+
+
 @pytest.mark.parametrize("most", [1, 4])
 def test_drafts_are_checked_in_steps_that_change_nothing(most: int, tmp_path: Path) -> None:
     with Session(FakeEngine(), cache="off") as session:
