@@ -34,6 +34,7 @@ from rekindle.store.probe import ReadSpeeds
 _REMEMBERED = 64  # machines and models
 _LAST, _FEWEST = 12, 3  # measurements of one kind and size: the most that are kept, and how many may refuse
 _YOUNG_SECONDS = 600.0  # older ones refuse nothing either
+_CURRENT_SECONDS = 1.0  # how long rates are, unless something is measured
 _MAX_AGE_SECONDS = 30 * 24 * 3600.0  # older ones are not remembered
 _SLOWEST = 10.0  # times what a probe takes
 _LEAST_BYTES = 4 << 20  # the time of a smaller load is mostly that of what happens around it
@@ -51,7 +52,6 @@ _PROBED: tuple[Tier, ...] = ("memory", "disk")
 # computing where loads and passes alone are 0.72 and 0.76 of it.
 _CHUNKS, _ACCELERATOR_CHUNKS = (5e-3, 1.2), (2.5e-2, 1.5)
 _STEP_TIMES = 4.0  # longer a token than in a prefill: products of a few rows are slow
-_AMOUNTS: dict[str, int] = {"compute": 2, "step": 2, **dict.fromkeys(_LOADS, 1), "chunks": 1}  # numbers of each kind
 
 Coefficients = tuple[float, ...]
 
@@ -136,13 +136,14 @@ class Costs:
         """
         self._lock = threading.Lock()
         self._prior = prior
-        self._rows = {kind: _BySize() for kind in _AMOUNTS}
+        self._rates: tuple[float, Rates] | None = None  # and when they were current
+        self._rows = {kind: _BySize(formula) for kind, formula in _formulas(prior).items()}
         self._ready: set[tuple[str, int]] | None = set() if compiles else None  # met before, in this process
         known, now = remembered if isinstance(remembered, dict) else {}, time.time()
-        for kind, width in _AMOUNTS.items():
-            for row in number_rows(known.get(kind), width + 2):
+        for kind, rows in self._rows.items():
+            for row in number_rows(known.get(kind), len(rows.formula) + 1):
                 if _is_sound(row) and 0 <= now - row[-1] <= _MAX_AGE_SECONDS:
-                    self._rows[kind].add(tuple(map(float, row)))
+                    rows.add(tuple(map(float, row)))
 
     def computed(self, span: Span, seconds: float) -> None:
         """Record the time that a span of a prompt took to compute."""
@@ -168,30 +169,33 @@ class Costs:
         slowest: dict[Tier, float] = {"memory": _SLOWEST / speeds.memory}
         if speeds.disk is not None:
             slowest["disk"] = _SLOWEST / speeds.disk
-        self._prior = replace(self._prior, load=load, slowest=slowest)
+        with self._lock:
+            self._prior, self._rates = replace(self._prior, load=load, slowest=slowest), None
+            for kind, formula in _formulas(self._prior).items():
+                self._rows[kind].apply(formula)
 
     @property
     def rates(self) -> Rates:
         """What is expected by the measurements so far, and by the formulas alone where there are none."""
-        prior, now = self._prior, time.time()
-        formulas: dict[str, Coefficients] = {"compute": prior.compute, "step": prior.step, "chunks": prior.chunks}
-        formulas |= {str(tier): coefficients for tier, coefficients in prior.load.items()}
+        now = time.time()
         with self._lock:
-            measured = {
-                kind: rows.pooled(formulas[kind]) if kind in ("compute", "step") else rows.young(formulas[kind], now)
-                for kind, rows in self._rows.items()
-                if kind in formulas
-            }
-        return replace(prior, measured={kind: known for kind, known in measured.items() if known})
+            if self._rates is None or not 0 <= now - self._rates[0] < _CURRENT_SECONDS:
+                measured = {
+                    kind: rows.pooled() if kind in ("compute", "step") else rows.young(now)
+                    for kind, rows in self._rows.items()
+                }
+                known = {kind: times for kind, times in measured.items() if times}
+                self._rates = now, replace(self._prior, measured=known)
+            return self._rates[1]
 
     def as_json(self) -> dict[str, list[tuple[float, ...]]]:
         """Everything measured, for `Costs(...)` of a later run."""
         with self._lock:
-            return {kind: [*rows.all] for kind, rows in self._rows.items()}
+            return {kind: rows.rows for kind, rows in self._rows.items()}
 
     def _add(self, kind: str, amounts: tuple[float, ...], seconds: float) -> None:
         row = (*map(float, amounts), seconds, time.time())
-        if not _is_sound(row):
+        if kind not in self._rows or not _is_sound(row):
             return
         with self._lock:
             key = kind, _size(row[0])
@@ -199,40 +203,54 @@ class Costs:
                 self._ready.add(key)
             else:
                 self._rows[kind].add(row)
+                self._rates = None
 
 
 class _BySize:
     """The last measurements of one kind: the amounts, the seconds, and when. Sizes up to twice as large are one."""
 
-    def __init__(self) -> None:
+    def __init__(self, formula: Coefficients) -> None:
+        self.formula = formula
         self._rows: defaultdict[int, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=_LAST))
+        self._times: dict[int, list[float]] = {}  # how many times longer than the formula says
 
     def add(self, row: tuple[float, ...]) -> None:
-        self._rows[_size(row[0])].append(row)
+        size = _size(row[0])
+        self._rows[size].append(row)
+        self._times[size] = [*self._times.get(size, ())[-_LAST + 1 :], self._times_of(row)]
+
+    def apply(self, formula: Coefficients) -> None:
+        """Count with another formula."""
+        if formula != self.formula:
+            self.formula = formula
+            self._times = {size: list(map(self._times_of, rows)) for size, rows in self._rows.items()}
 
     @property
-    def all(self) -> Iterable[tuple[float, ...]]:
-        return (row for rows in self._rows.values() for row in rows)
+    def rows(self) -> list[tuple[float, ...]]:
+        return [row for rows in self._rows.values() for row in rows]
 
-    def pooled(self, formula: Coefficients) -> dict[int, float]:
+    def pooled(self) -> dict[int, float]:
         """The median of each size; of few measurements with those of the next sizes."""
         found = {}
-        for size in self._rows:
-            pool: list[tuple[float, ...]] = []
-            for other in sorted(self._rows, key=lambda one: abs(one - size)):
+        for size in self._times:
+            pool: list[float] = []
+            for other in sorted(self._times, key=lambda one: abs(one - size)):
                 if len(pool) < _FEWEST:
-                    pool += self._rows[other]
-            found[size] = _times(formula, pool)
+                    pool += self._times[other]
+            found[size] = median(pool)
         return found
 
-    def young(self, formula: Coefficients, now: float) -> dict[int, float]:
+    def young(self, now: float) -> dict[int, float]:
         """The median of each size that was measured often enough and lately."""
         found = {}
         for size, rows in self._rows.items():
             if len(rows) >= _FEWEST and _is_young(rows[-1], now):
-                young = [row for row in rows if _is_young(row, now)]
-                found[size] = _times(formula, young if len(young) >= _FEWEST else list(rows)[-_FEWEST:])
+                young = sum(_is_young(row, now) for row in rows)
+                found[size] = median(self._times[size][-max(young, _FEWEST) :])
         return found
+
+    def _times_of(self, row: tuple[float, ...]) -> float:
+        return row[-2] / max(_sum(self.formula, row[:-2]), 1e-12)
 
 
 class AlwaysReuse(Costs):
@@ -257,9 +275,9 @@ def by_tier(loads: Iterable[tuple[Tier, int]]) -> Mapping[Tier, int]:
     return {tier: size_bytes for tier, size_bytes in sizes.items() if tier != "engine" and size_bytes}
 
 
-def _times(formula: Coefficients, rows: Sequence[tuple[float, ...]]) -> float:
-    """How many times longer than the formula says."""
-    return median(row[-2] / max(_sum(formula, row[:-2]), 1e-12) for row in rows)
+def _formulas(rates: Rates) -> dict[str, Coefficients]:
+    loads = {str(tier): formula for tier, formula in rates.load.items()}
+    return {"compute": rates.compute, "step": rates.step, "chunks": rates.chunks, **loads}
 
 
 def _is_young(row: Sequence[float], now: float) -> bool:
@@ -283,7 +301,7 @@ def _sum(coefficients: Coefficients, amounts: Sequence[float]) -> float:
 
 def number_rows(remembered: object, width: int) -> list[tuple[float, ...]]:
     """The rows of `width` numbers in something that was remembered; whatever else is in it is left out."""
-    rows = [tuple(row) for row in remembered if isinstance(row, list)] if isinstance(remembered, list) else []
+    rows = [tuple(row) for row in remembered if isinstance(row, list | tuple)] if isinstance(remembered, list) else []
     return [row for row in rows if len(row) == width and all(isinstance(number, int | float) for number in row)]
 
 
