@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rekindle.answers.ask_terms import AskTerms, asking
 from rekindle.core.adapter import Lora
@@ -376,7 +376,8 @@ class Idle:
                 continue
             quotes = () if chunk is None else (quote_of(chunk),)
             begun = {"max_tokens": 0, "min_tokens": 0, "quotes": quotes}
-            request = terms.request("", **begun, tenant=self._tenant, cache_salt=self._salt)
+            before = replace(terms, lead="")  # the passages come before it
+            request = before.request("", **begun, tenant=self._tenant, cache_salt=self._salt)
             missing = self._preparer.missing(request)
             if not missing:
                 continue
