@@ -529,3 +529,21 @@ def test_a_tiny_gguf_writes_what_the_schema_asks_for(tiny: Path, load: Load) -> 
     tokenizer = load(tiny).tokenizer
     text = written(GrammarBackend(tokenizer).start(Grammar.json_schema(PERSON)), tokenizer)
     assert list(json.loads(text)) == ["name", "age", "pets", "home"]
+
+
+def test_a_reply_may_follow_either_of_two_grammars() -> None:
+    form, calls = Grammar.json_schema(PERSON), Grammar.lark('start: "<call>" /[a-z]+/ "</call>"')
+    constraint = CONSTRAINER.start(form, calls=calls)
+    assert allowed(constraint) == [ord("<"), ord("{")]
+    constraint.accept(ord("<"))
+    assert allowed(constraint) == [ord("c")]
+    assert json.loads(written(CONSTRAINER.start(form, calls=Grammar.regex("<{9}")), ByteTokenizer(), seed=2))
+
+
+def test_a_control_token_may_announce_the_second_grammar() -> None:
+    start = 257
+    constraint = CONSTRAINER.start(Grammar.json_object(), calls=Grammar.gbnf('root ::= "[1]"'), openers=[start])
+    assert allowed(constraint) == [ord("["), ord("{"), start]
+    constraint.accept(start)
+    assert allowed(constraint) == [ord("[")], "only what it announced may follow"
+    assert written(constraint, ByteTokenizer()) == "[1]"

@@ -27,7 +27,8 @@ from rekindle.server.job import Finished, ThoughtDelta
 from rekindle.server.pending_reply import PendingReply, begin_chat
 from rekindle.server.protocol import WireProtocol, error_kind, typed_frame
 from rekindle.server.reply_fields import new_id
-from rekindle.server.schema import AgentBody, CacheBody, Items, RequestBody, Stop, Text
+from rekindle.server.reply_form import grammar_of
+from rekindle.server.schema import AgentBody, CacheBody, Items, RequestBody, ResponseFormat, Stop, Text
 from rekindle.text.tools.parse import CallDelta
 
 
@@ -88,10 +89,18 @@ class CountTokensRequest(CacheBody):
         return self.cache_control is not None or any("cache_control" in one for one in (*system, *blocks, *tools))
 
 
+class OutputConfig(RequestBody):
+    """How the reply shall be."""
+
+    format: ResponseFormat | None = None
+
+
 class MessagesRequest(CountTokensRequest, AgentBody):
     """The body of /v1/messages."""
 
     max_tokens: StrictInt = Field(ge=0, lt=2**31)
+    output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = Field(None, description="The older name of `output_config.format`.")
     stop_sequences: Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
 
 
@@ -123,6 +132,8 @@ def messages_request(body: MessagesRequest, chat: TranslatedChat, tenant: str, l
     if body.messages[-1].role == "assistant":
         raise ApiError(400, "The last message is the assistant's: replies cannot be begun here. End with the user's.")
     options = agent_options(body, tenant, body.max_tokens, length)
+    config = body.output_config or OutputConfig.model_validate({})
+    options["grammar"] = grammar_of(body, "output_config.format", config.format or body.output_format)
     if body.stop_sequences:
         options["stop"] = body.stop_sequences
     if chat.tools:

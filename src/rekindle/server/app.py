@@ -48,7 +48,7 @@ def make_app(host: Host) -> Starlette:
             await asyncio.get_running_loop().run_in_executor(None, host.close)
 
     settings = host.shared.settings
-    routes = [_route(path, host) for path in dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)]
+    routes = [_route(path, host) for path in dict.fromkeys(path for one in ENDPOINTS for path in one.paths)]
     description, shown = _description()
     pages = {"/openapi.json": JSONResponse(description), "/docs": HTMLResponse(shown)}
     if settings.page:
@@ -80,7 +80,7 @@ def _description() -> tuple[dict[str, Any], str]:
 
 def _route(path: str, host: Host) -> Route:
     """One route for all methods of a path, so that another method gets 405 with the allowed ones."""
-    handlers = {e.method: _handler(e, host) for e in ENDPOINTS if e.path == path}
+    handlers = {e.method: _handler(e, host) for e in ENDPOINTS if path in e.paths}
 
     async def handle(http: HttpRequest) -> Response:
         return await handlers["GET" if http.method == "HEAD" else http.method](http)

@@ -13,7 +13,6 @@ from pydantic import Field, StrictBool, StrictInt
 from starlette.responses import JSONResponse, Response
 
 from rekindle import __version__
-from rekindle.core.grammar import Grammar
 from rekindle.core.reply import PromptProgress, Reply, SampledToken, TextPiece, TokenLogprob
 from rekindle.core.request import Options, PromptLike, Request
 from rekindle.server.body import cache_options, messages_of, sampling_options
@@ -23,12 +22,13 @@ from rekindle.server.job import Finished
 from rekindle.server.pending_reply import PendingReply
 from rekindle.server.protocol import WireProtocol, error_kind
 from rekindle.server.reply_fields import timings_of
+from rekindle.server.reply_form import grammar_of
 from rekindle.server.schema import (
     Bias,
-    CacheBody,
     ChatMessage,
     CompletionOptions,
     FewBiases,
+    FormBody,
     Items,
     Penalty,
     RequestBody,
@@ -44,7 +44,7 @@ _MODEL = "One of /v1/models; default: the base model."
 BiasPairs = Items[Annotated[list[Any], Field(min_length=2, max_length=2)]]
 
 
-class NativeSamplingBody(SamplingFields, CacheBody):
+class NativeSamplingBody(SamplingFields, FormBody):
     """Sampling, as llama.cpp's server has it, with its defaults."""
 
     model: Text | None = Field(None, description=_MODEL)
@@ -54,8 +54,6 @@ class NativeSamplingBody(SamplingFields, CacheBody):
         None, description="Pairs of a token id and a number, or an object of them."
     )
     ignore_eos: StrictBool = Field(False, description="The reply does not end before n_predict tokens.")
-    grammar: Text | None = Field(None, description="A GBNF grammar for the reply.")
-    json_schema: dict[str, Any] | None = Field(None, description="A schema for the reply.")
     n_probs: StrictInt = Field(0, ge=0, le=20, description="Log probabilities of each token and this many others.")
     return_tokens: StrictBool = Field(False, description="The tokens of the reply, too.")
     return_progress: ReturnProgress = None
@@ -175,12 +173,7 @@ def _options(call: Call, body: NativeSamplingBody) -> Options:
         options["min_tokens"] = options["max_tokens"]
     if body.logit_bias:
         options["logit_bias"] = _bias(body.logit_bias)
-    if body.grammar and body.json_schema is not None:
-        raise ApiError(400, "Give either a grammar or a json_schema.", param="grammar")
-    if body.grammar:
-        options["grammar"] = Grammar.gbnf(body.grammar)
-    elif body.json_schema is not None:
-        options["grammar"] = Grammar.json_schema(body.json_schema)
+    options["grammar"] = grammar_of(body)
     if body.n_probs or body.return_tokens:
         options["logprobs"] = body.n_probs
     return options

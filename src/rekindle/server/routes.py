@@ -43,6 +43,11 @@ class Endpoint:
         return get_type_hints(self.answer).get("body")
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """Its path, and the one without /v1 that llama-server answers too."""
+        return (self.path, self.path.removeprefix("/v1")) if self.path in _ALSO_WITHOUT_V1 else (self.path,)
+
+    @property
     def summary(self) -> str:
         """Its docstring, in one sentence."""
         return (self.answer.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
@@ -77,6 +82,11 @@ class Endpoint:
             return "cache_salt" in self.body.model_fields
         return self.path.startswith(_OWN) and self.answer is not admin.show_server
 
+
+_ALSO_WITHOUT_V1 = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models",
+    "/v1/models/{name:path}",
+)  # fmt: skip
 
 ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat.answer_chat, streams=True),
@@ -137,15 +147,14 @@ ENDPOINTS = (
     Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app),
 )
 
-_PREFIXES = (  # of the protocols that are not OpenAI's
-    ("/v1/messages", ANTHROPIC),
-    ("/api/", OLLAMA),
-    *((path, LLAMACPP) for path in ("/completion", "/infill", "/props", "/slots", "/apply-template")),
-)
+_PREFIXES = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))  # of the protocols that are not OpenAI's
+_LLAMACPP_PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template")
 
 
 def protocol_of(path: str) -> WireProtocol:
     """The protocol that a path belongs to, also if nothing is served there."""
+    if path in _LLAMACPP_PATHS:
+        return LLAMACPP
     return next((protocol for prefix, protocol in _PREFIXES if path.startswith(prefix)), OPENAI)
 
 

@@ -101,8 +101,39 @@ class JsonSchema(RequestBody):
 class ResponseFormat(RequestBody):
     """The format of the reply, enforced while it is generated."""
 
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    name: Text | None = None
+    strict: StrictBool | None = None
+    body: dict[str, Any] | StrictBool | None = Field(None, alias="schema", description="The schema itself.")
+
+
+class StructuredOutputs(RequestBody):
+    """The form of the reply as vLLM has it: one of these."""
+
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+
+    body: Text | dict[str, Any] | None = Field(None, alias="json", description="A schema.")
+    regex: Text | None = None
+    choice: Annotated[Items[Text], Field(min_length=1, max_length=1024)] | None = None
+    grammar: Text | None = Field(None, description="GBNF, or Lark with a rule `start`.")
+    json_object: StrictBool | None = None
+
+
+class FormBody(CacheBody):
+    """The form of the reply, by every name that clients have for it; one of them."""
+
+    response_format: ResponseFormat | None = None
+    grammar: Text | None = Field(None, description="A GBNF grammar for the reply, as in llama.cpp.")
+    json_schema: dict[str, Any] | StrictBool | None = Field(None, description="A schema for the reply, as there.")
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Text | dict[str, Any] | None = Field(None, description="vLLM's older name.")
+    guided_regex: Text | None = None
+    guided_choice: Annotated[Items[Text], Field(min_length=1, max_length=1024)] | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = Field(None, description="Refused.")
 
 
 Bias = Annotated[Number, Field(ge=-100, le=100)]
@@ -138,8 +169,8 @@ class SamplingFields(RequestBody):
     stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
 
 
-class SamplingBody(SamplingFields, CacheBody):
-    """Sampling parameters, and the format of the reply."""
+class SamplingBody(SamplingFields, FormBody):
+    """Sampling parameters."""
 
     model: Text | None = Field(None, description="One of /v1/models; default: the base model.")
     temperature: Number | None = Field(None, ge=0, le=100, description="0 is greedy; default 1, as in OpenAI's API.")
@@ -151,8 +182,6 @@ class SamplingBody(SamplingFields, CacheBody):
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     return_progress: ReturnProgress = None
-    response_format: ResponseFormat | None = None
-    grammar: Text | None = Field(None, description="A GBNF grammar for the reply, as in llama.cpp.")
 
 
 class DocumentText(RequestBody):
@@ -249,7 +278,7 @@ class TemplateVariables(RequestBody):
         return switches[0] if switches and (effort is None or not switches[0]) else _EFFORTS[effort]
 
 
-class AgentBody(CacheBody):
+class AgentBody(FormBody):
     """Fields that the bodies of agents' protocols share."""
 
     model: Text | None = Field(None, description="One of /v1/models; default: the base model.")

@@ -76,7 +76,7 @@ from rekindle.settings.keywords import SettingsLike
 from rekindle.text.constraint import Constraint, GrammarBackend
 from rekindle.text.fill_in import OtherFile, fill_in_prompt
 from rekindle.text.reasoning import parse_reply
-from rekindle.text.tools.styles import call_grammar, detect_style
+from rekindle.text.tools.styles import call_grammar, call_openers, detect_style
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -500,15 +500,22 @@ class Session:
         return Evidence.of(library, tokenizer, request, prompt)
 
     def _constraint(self, request: Request, cancelled: IsCancelled, opened: ExitStack) -> Constraint | None:
-        """What the reply must obey; None if anything goes."""
-        grammar = request.grammar
-        if grammar is None and request.tool_choice.forces:
-            style, several = detect_style(self.engine.tokenizer.template), request.parallel_tool_calls
-            grammar = call_grammar(style, request.tools, request.tool_choice, parallel=several)
-        if grammar is None:
+        """What the reply must obey; None if anything goes.
+
+        A call goes before the form of the reply: a model that must call, calls, and one that may call chooses. Without
+        a form a model that may call is free, also with strict tools: it may answer in words.
+        """
+        choice, tokenizer, form = request.tool_choice, self.engine.tokenizer, request.grammar
+        if form is None and not choice.forces:
             return None
-        self._grammars = self._grammars or GrammarBackend(self.engine.tokenizer, self.settings.parallel or 2)
-        return opened.enter_context(self._grammars.start(grammar, cancelled))
+        style = detect_style(tokenizer.template)
+        calls = call_grammar(style, request.tools, choice, parallel=request.parallel_tool_calls)
+        if calls is not None and choice.forces:
+            form, calls = calls, None
+        assert form is not None, "a choice that forces has tools"
+        self._grammars = self._grammars or GrammarBackend(tokenizer, self.settings.parallel or 2)
+        openers = () if calls is None else call_openers(style, tokenizer)
+        return opened.enter_context(self._grammars.start(form, cancelled, calls, openers))
 
     def explain(self, prompt: PromptLike, **options: Unpack[Options]) -> Explanation:
         """Where the KV of a prompt would come from and why not more of it, without running it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,9 +34,21 @@ class GrammarBackend:
         self._known: _Vocabulary | None = None
         self._processes = SandboxPool("rekindle.text.grammar_worker", lambda: self._vocabulary().message, parallel)
 
-    def start(self, grammar: Grammar, cancelled: Callable[[], bool] = lambda: False) -> Constraint:
-        """The constraint of a new reply. Raises `InvalidGrammar` if no reply can satisfy it, and `Cancelled`."""
-        return Constraint(grammar, self._vocabulary(), self._processes, cancelled)
+    def start(
+        self,
+        grammar: Grammar,
+        cancelled: Callable[[], bool] = lambda: False,
+        calls: Grammar | None = None,
+        openers: Iterable[int] = (),
+    ) -> Constraint:
+        """The constraint of a new reply. Raises `InvalidGrammar` if no reply can satisfy it, and `Cancelled`.
+
+        The reply may follow `calls` instead. `openers` are control tokens that may begin such a reply.
+        """
+        if calls is None:
+            return Constraint([grammar], self._vocabulary(), self._processes, cancelled)
+        other = dict.fromkeys(openers, calls)
+        return Constraint([grammar, calls], self._vocabulary(), self._processes, cancelled, other)
 
     def close(self) -> None:
         """Kill the idle processes."""
@@ -52,15 +64,25 @@ class Constraint:
     """The state of one reply in its grammar. Not thread-safe. `close` returns its process for reuse."""
 
     def __init__(
-        self, grammar: Grammar, vocabulary: _Vocabulary, processes: SandboxPool, cancelled: Callable[[], bool]
+        self,
+        grammars: Sequence[Grammar],
+        vocabulary: _Vocabulary,
+        processes: SandboxPool,
+        cancelled: Callable[[], bool],
+        openers: Mapping[int, Grammar] | None = None,
     ) -> None:
-        """`cancelled` is polled during long waits."""
+        """The reply follows one of the grammars. `cancelled` is polled during long waits.
+
+        `openers` are control tokens that may come first, each with the grammar of what follows it.
+        """
         self._vocabulary = vocabulary
         self._cancelled = cancelled
         self._process = processes.take()
         self._end = weakref.finalize(self, processes.give_back, self._process)
         self._ended = False
-        self._allowed = self._ask([grammar.kind, grammar.text])  # [vocabulary]
+        self._openers = dict(openers or {})
+        self._allowed = self._ask([[grammar.kind, grammar.text] for grammar in grammars])  # [vocabulary]
+        self._allowed[list(self._openers)] = True
 
     @property
     def finished(self) -> bool:
@@ -91,7 +113,8 @@ class Constraint:
         if token in self._vocabulary.stop_ids:
             self._ended = True
             return
-        self._allowed = self._ask(token)
+        opened, self._openers = self._openers.get(token), {}
+        self._allowed = self._ask(token if opened is None else [[opened.kind, opened.text]])
 
     def close(self) -> None:
         """Return the process. Idempotent."""
@@ -103,7 +126,7 @@ class Constraint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, step: list[str] | int) -> NDArray[np.bool_]:
+    def _ask(self, step: list[list[str]] | int) -> NDArray[np.bool_]:
         """The tokens allowed next, stop tokens included."""
         try:
             bits = self._process.ask(json.dumps(step).encode(), self._cancelled)

@@ -1,10 +1,10 @@
 """The sandboxed process that compiles a grammar and computes token masks: all of llguidance runs here.
 
     vocabulary   the bytes of every token, as a list of Latin-1 texts; the last one stands for the end of the reply
-    grammar      [kind, text]: begins a reply
+    grammars     a list of [kind, text]: begins a reply that follows one of them
     token        a number: advances it
 
-These are JSON; a grammar and a token are answered by a bit mask of the tokens allowed next.
+These are JSON; grammars and a token are answered by a bit mask of the tokens allowed next.
 
 Its limits are set here, and what it refuses becomes an `InvalidGrammar`.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from, regex_to_lark
 from llguidance.gbnf_to_lark import is_lark_syntax
@@ -51,7 +52,7 @@ class _GrammarWorker:
             return b""
         if isinstance(told, list):
             self._matcher = None  # first, for its memory
-            text = _as_lark(Grammar(*told))
+            text = _as_library_grammar([Grammar(*one) for one in told])
             self._matcher = LLMatcher(self._vocabulary.library, text, log_level=0, limits=_limits())
         else:
             assert self._matcher is not None, "a token follows a grammar"
@@ -89,6 +90,16 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=300_000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
     )
+
+
+def _as_library_grammar(grammars: Sequence[Grammar]) -> str:
+    """What llguidance reads: the grammar itself, or a list of grammars whose first one is a choice of the others."""
+    texts = [_as_lark(grammar) for grammar in grammars]
+    if len(texts) == 1:
+        return texts[0]
+    choice = f"{_FREE}start: {' | '.join(f'@way{number}' for number in range(len(texts)))}"
+    ways = [{"name": f"way{number}", "lark_grammar": text} for number, text in enumerate(texts)]
+    return json.dumps({"grammars": [{"lark_grammar": choice}, *ways]})
 
 
 def _as_lark(grammar: Grammar) -> str:

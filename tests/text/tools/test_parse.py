@@ -332,7 +332,6 @@ def test_one_call_at_a_time_can_be_asked_for() -> None:
     assert {len(parse(toolstyle.HERMES, [text])[1]) for text in forced(grammar, samples=6)} == {1}
 
 
-@pytest.mark.parametrize("choice", [ToolChoice("auto"), ToolChoice("none")])
-def test_nothing_is_forced_where_words_are_allowed(choice: ToolChoice) -> None:
-    strict = (Tool("look", strict=True),)
-    assert call_grammar(toolstyle.HERMES, strict, choice) is None
+def test_where_nothing_may_be_called_there_is_no_grammar_of_calls() -> None:
+    assert call_grammar(toolstyle.HERMES, (Tool("look", strict=True),), ToolChoice("none")) is None
+    assert call_grammar(toolstyle.HERMES, (), ToolChoice("auto")) is None

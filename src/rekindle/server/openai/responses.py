@@ -11,12 +11,11 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 from starlette.responses import Response
 
-from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.core.tools import ToolCall
@@ -27,25 +26,15 @@ from rekindle.server.job import Finished, ThoughtDelta
 from rekindle.server.pending_reply import PendingReply, begin_chat
 from rekindle.server.protocol import WireProtocol, openai_error, typed_frame
 from rekindle.server.reply_fields import new_id, timings_of
-from rekindle.server.schema import AgentBody, Items, RequestBody, Text
+from rekindle.server.reply_form import grammar_of
+from rekindle.server.schema import AgentBody, Items, RequestBody, ResponseFormat, Text
 from rekindle.text.tools.parse import CallDelta
-
-
-class OutputFormat(RequestBody):
-    """The format of the text."""
-
-    model_config = ConfigDict(extra="allow", populate_by_name=True)
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Text | None = None
-    body: dict[str, Any] | None = Field(None, alias="schema")
-    strict: StrictBool | None = None
 
 
 class OutputText(RequestBody):
     """How the text shall be."""
 
-    format: OutputFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class ResponsesRequest(AgentBody):
@@ -86,9 +75,7 @@ def translate_input(body: ResponsesRequest) -> TranslatedChat:
 def responses_request(body: ResponsesRequest, chat: TranslatedChat, tenant: str, length: ReplyLength) -> Request:
     """The session's request of a body and its chat. Raises `RequestError` and `ApiError`."""
     options = agent_options(body, tenant, body.max_output_tokens, length)
-    form = None if body.text is None else body.text.format
-    if form is not None and form.type != "text":
-        options["grammar"] = _grammar(form)
+    options["grammar"] = grammar_of(body, "text.format", None if body.text is None else body.text.format)
     if chat.tools:
         options["tools"] = chat.tools
         options["parallel_tool_calls"] = body.parallel_tool_calls is True
@@ -100,14 +87,6 @@ def responses_request(body: ResponsesRequest, chat: TranslatedChat, tenant: str,
     elif body.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice needs tools of type function. Send them along.", param="tool_choice")
     return Request.of(chat.messages, **options)
-
-
-def _grammar(form: OutputFormat) -> Grammar:
-    if form.type == "json_object":
-        return Grammar.json_object()
-    if form.body is None:
-        raise ApiError(400, "A format json_schema needs a schema.", param="text.format.schema")
-    return Grammar.json_schema(form.body)
 
 
 def _refuse_stored(body: ResponsesRequest) -> None:

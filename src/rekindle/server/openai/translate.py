@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply, SampledToken, TokenLogprob
 from rekindle.core.request import Options, PromptLike, Request
 from rekindle.server.body import ReplyLength, cache_options, content_text, messages_of, sampling_options
 from rekindle.server.errors import ApiError
+from rekindle.server.reply_form import grammar_of
 from rekindle.server.schema import AskRequest, ChatRequest, CompletionRequest, PromptRequest, SamplingBody
 from rekindle.session.ask import AskOptions
 
@@ -88,8 +88,7 @@ def _options(body: SamplingBody, tenant: str, length: ReplyLength, wanted_tokens
         options["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if body.seed is not None:
         options["seed"] = body.seed % _SEEDS
-    if (grammar := _grammar(body)) is not None:
-        options["grammar"] = grammar
+    options["grammar"] = grammar_of(body)
     return options
 
 
@@ -97,19 +96,6 @@ def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ApiError(400, f'logit_bias: {text[:50]!r} is no token id. Give {{"ID": number}}.', param="logit_bias")
     return int(text)
-
-
-def _grammar(body: SamplingBody) -> Grammar | None:
-    form = body.response_format
-    if form is None or form.type == "text":
-        return None if not body.grammar else Grammar.gbnf(body.grammar)
-    if body.grammar:
-        raise ApiError(400, "Give either a grammar or a response_format.", param="grammar")
-    if form.type == "json_object":
-        return Grammar.json_object()
-    if form.json_schema is None:
-        raise ApiError(400, "response_format json_schema needs a json_schema.", param="response_format.json_schema")
-    return Grammar.json_schema(form.json_schema.body)
 
 
 def usage_of(replies: Sequence[Reply], prompts: int = 1) -> dict[str, Any]:

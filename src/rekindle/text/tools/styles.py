@@ -16,6 +16,7 @@ from typing import Any, Literal
 from rekindle.core.grammar import Grammar
 from rekindle.core.tools import Tool, ToolCall, ToolChoice
 from rekindle.errors import InvalidPrompt
+from rekindle.text.base import Tokenizer
 
 StyleName = Literal[
     "hermes", "qwen-xml", "llama", "mistral", "functionary", "deepseek", "bar", "command", "harmony", "gemma",
@@ -298,16 +299,15 @@ _FRAMES = {
 def call_grammar(
     style: ToolStyle, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True
 ) -> Grammar | None:
-    """The grammar of a reply that `choice` forces to be a call of the named function, or one or more calls of any.
+    """The grammar of a call of the function that `choice` names, or of one or more calls of any.
 
-    None if no call is forced, also for strict tools: a model that may answer in words cannot follow a grammar from its
-    first token on. Without `parallel` there is exactly one call.
+    None if nothing may be called. Without `parallel` there is exactly one call.
     """
-    allowed = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
-    if not choice.forces or not allowed:
+    allowed = [tool for tool in tools if choice.mode in ("auto", "required") or tool.name == choice.name]
+    if choice.mode == "none" or not allowed:
         return None
     frame = _FRAMES.get(style.name, _Frame())
-    max_calls = MAX_CALLS if parallel and choice.mode == "required" else 1
+    max_calls = MAX_CALLS if parallel and choice.name is None else 1
     more = f" ({_literal(frame.between)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     rules = [
         f"start:{_part(frame.first)} call{more}{_part(frame.last)}",
@@ -318,6 +318,12 @@ def call_grammar(
         rules.append(f"call_{number}: {_literal(before)} arguments_{number} {_literal(after)}")
         rules.append(f"arguments_{number}: %json {json.dumps(_closed(tool))}")
     return Grammar.lark("\n".join(rules) + "\n")
+
+
+def call_openers(style: ToolStyle, tokenizer: Tokenizer) -> set[int]:
+    """The control tokens that announce calls in this style and that the text of a reply does not show."""
+    found = {tokenizer.token_of(mark) for mark in style.opens}
+    return {token for token in found if token is not None and not tokenizer.decode([token])}
 
 
 def _around_arguments(style: ToolStyle, frame: _Frame, tool: Tool) -> tuple[str, str]:
