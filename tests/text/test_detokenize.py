@@ -134,3 +134,13 @@ def test_a_stop_that_never_ends_comes_out_at_the_end() -> None:
 
 def test_nothing_is_held_back_without_stops() -> None:
     assert watched(["a", "b"], []) == (["a", "b", ""], None)
+
+
+@given(st.text(max_size=8), st.sampled_from("é€🙂"), st.integers(1, 3))
+def test_where_a_reply_is_cut_half_a_character_is_left_out(text: str, last: str, kept: int) -> None:
+    half = last.encode()[:kept]
+    for tokenizer in (ByteTokenizer(), Fallback()):
+        detokenizer = Detokenizer(tokenizer)
+        pieces = [detokenizer.add(token) for token in (*tokenizer.encode(text), *tokenizer.encode(last)[:kept])]
+        whole = last if len(half) == len(last.encode()) else ""
+        assert "".join([*pieces, detokenizer.finish(cut=True)]) == text + whole

@@ -35,13 +35,14 @@ class SampledToken:
 
 
 class TextPiece(str):
-    """A piece of a reply's text, with the tokens it came from if `logprobs` was asked for."""
+    """A piece of a reply's text, with the tokens it came from, also as `logprobs` if these were asked for."""
 
     logprobs: tuple[SampledToken, ...]
+    tokens: tuple[int, ...]
 
-    def __new__(cls, text: str, logprobs: tuple[SampledToken, ...] = ()) -> TextPiece:
+    def __new__(cls, text: str, logprobs: tuple[SampledToken, ...] = (), tokens: tuple[int, ...] = ()) -> TextPiece:
         piece = super().__new__(cls, text)
-        piece.logprobs = logprobs
+        piece.logprobs, piece.tokens = logprobs, tokens
         return piece
 
 

@@ -41,6 +41,11 @@ class Message:
     content: str
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether a reply continues it if it is the last one: the assistant began it, and calls no tool in it."""
+        return self.role == "assistant" and not self.extra.get("tool_calls")
+
     def as_template_input(self) -> dict[str, Any]:
         """The dictionary that chat templates read."""
         return {"role": self.role, "content": self.content, **self.extra}
@@ -127,6 +132,7 @@ class ReplyOptions(TypedDict, total=False):
     tool_choice: ToolChoice | str | Mapping[str, Any]
     parallel_tool_calls: bool
     think: Think | None
+    add_generation_prompt: bool
     documents: Sequence[str | Mapping[str, Any] | Quote]
     drafts: Sequence[str | Sequence[int]]
     answers: AnswersWay | None
@@ -151,7 +157,8 @@ class Request:
     The reply has at least `min_tokens` and at most `max_tokens`. With `logprobs` it has the log probability of each of
     its tokens and of that many alternatives. `grammar` constrains it; `tools` are what it may call, and a call that
     `tool_choice` forces is one, or several with `parallel_tool_calls`. `think` says whether the model thinks aloud
-    first, and how much, if its template has a switch for that. `quotes` are passages placed before the first user
+    first, and how much, if its template has a switch for that. A last message of the assistant is continued; without
+    `add_generation_prompt` the template does not begin one either. `quotes` are passages placed before the first user
     message, as many as fit. `drafts` are likely replies, the most likely first: the model verifies them, which is
     faster than generating and does not change the text. `answers` says whether earlier replies are used as drafts.
     `adapter` names a LoRA, "" none. It, `answers`, `reuse`, `tenant` and `cache_salt` default to the session's. `app`
@@ -171,6 +178,7 @@ class Request:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = False
     think: Think | None = None
+    add_generation_prompt: bool = True
     quotes: tuple[Quote, ...] = ()
     drafts: tuple[str | tuple[int, ...], ...] = ()
     answers: AnswersWay | None = None
@@ -208,6 +216,12 @@ class Request:
         self.app_ref(Scope(""))
         if self.app is None and self.app_state is not None:
             raise InvalidSetting("app_state needs an app: give its name, too, as app='...'.")
+
+    @property
+    def continued_text(self) -> str | None:
+        """The last message of the assistant that the reply continues; None if the reply is a message of its own."""
+        last = self.prompt[-1] if isinstance(self.prompt, tuple) else None
+        return last.content if isinstance(last, Message) and last.is_continued else None
 
     @property
     def drafted_tokens(self) -> int:

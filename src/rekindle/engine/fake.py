@@ -401,7 +401,10 @@ class ByteTokenizer:
             chat = tools_as_text(chat, [tool.as_template_input() for tool in tools])
         check_length("".join(m["content"] for m in chat), how.get("token_limit"), self.min_token_count)
         turns = [[START, *self.encode(f"{m['role']}\n{m['content']}"), END] for m in chat]
-        return [token for turn in turns for token in turn] + [START, *self.encode("assistant\n")]
+        tokens = [token for turn in turns for token in turn]
+        if messages[-1].is_continued:
+            return tokens[:-1]
+        return tokens + ([START, *self.encode("assistant\n")] if how.get("add_generation_prompt", True) else [])
 
     def encode_replayed(self, messages: Sequence[Message], written: Written, **how: Any) -> ReplayedChat:  # noqa: ARG002
         """No reply stands in: a text has the same tokens, however it came about."""

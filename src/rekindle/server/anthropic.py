@@ -129,8 +129,6 @@ def translate_chat(body: CountTokensRequest) -> TranslatedChat:
 
 def messages_request(body: MessagesRequest, chat: TranslatedChat, tenant: str, length: ReplyLength) -> Request:
     """The session's request of a body and its chat. Raises `RequestError` and `ApiError`."""
-    if body.messages[-1].role == "assistant":
-        raise ApiError(400, "The last message is the assistant's: replies cannot be begun here. End with the user's.")
     options = agent_options(body, tenant, body.max_tokens, length)
     config = body.output_config or OutputConfig.model_validate({})
     options["grammar"] = grammar_of(body, "output_config.format", config.format or body.output_format)

@@ -22,6 +22,7 @@ from rekindle.server.schema import (
     CompletionOptions,
     DocumentText,
     RequestBody,
+    TurnBody,
 )
 
 _Body = TypeVar("_Body", bound=RequestBody)
@@ -181,6 +182,16 @@ def sampling_options(given: RequestBody, **defaults: float) -> Options:
     if fields.get("stop"):
         options["stop"] = fields["stop"]
     return options
+
+
+def begins_turn(body: TurnBody, messages: Sequence[ChatMessage]) -> bool:
+    """Whether the template writes what comes before a new message of the assistant. Raises `ApiError` 400."""
+    name = "continue_final_message"
+    if body.continue_final_message and messages[-1].role != "assistant":
+        raise ApiError(400, f"{name}: the last message is not the assistant's. Leave it out, or send one.", param=name)
+    if body.continue_final_message and body.add_generation_prompt:
+        raise ApiError(400, f"{name} and add_generation_prompt exclude each other. Leave one of them out.", param=name)
+    return body.add_generation_prompt is not False
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[Message | Mapping[str, Any]]:

@@ -23,6 +23,7 @@ from rekindle.server.protocol import OPENAI, WireProtocol, until_disconnect
 from rekindle.server.schema import CacheBody, RequestBody
 from rekindle.server.server_log import current_record
 from rekindle.server.service import Service, too_late
+from rekindle.session.prompt import template_options
 from rekindle.text.base import cancellable
 
 _Result = TypeVar("_Result")
@@ -139,10 +140,7 @@ class Call:
 
         def encode() -> list[int]:
             with session.staying():
-                tokenizer = session.engine.tokenizer
-                return tokenizer.encode_chat(
-                    messages, tools=request.tools, think=request.think, token_limit=token_limit
-                )
+                return session.engine.tokenizer.encode_chat(messages, **template_options(request, token_limit))
 
         return await self.tokenized(encode)
 

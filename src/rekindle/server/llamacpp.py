@@ -13,9 +13,9 @@ from pydantic import Field, StrictBool, StrictInt
 from starlette.responses import JSONResponse, Response
 
 from rekindle import __version__
-from rekindle.core.reply import PromptProgress, Reply, SampledToken, TextPiece, TokenLogprob
+from rekindle.core.reply import PromptProgress, Reply, TextPiece, TokenLogprob
 from rekindle.core.request import Options, PromptLike, Request
-from rekindle.server.body import cache_options, messages_of, sampling_options
+from rekindle.server.body import begins_turn, cache_options, messages_of, sampling_options
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.job import Finished
@@ -37,6 +37,7 @@ from rekindle.server.schema import (
     TemplateVariables,
     Text,
     Token,
+    TurnBody,
 )
 from rekindle.text.fill_in import OtherFile
 
@@ -85,7 +86,7 @@ class InfillRequest(NativeSamplingBody):
     prompt: Text = Field("", description="Goes behind the prefix.")
 
 
-class ApplyTemplateRequest(RequestBody):
+class ApplyTemplateRequest(TurnBody):
     """The body of /apply-template."""
 
     messages: Items[ChatMessage] = Field(min_length=1)
@@ -158,7 +159,7 @@ async def _answer(call: Call, body: NativeSamplingBody, prompts: Sequence[Prompt
     writer = _NativeReplies(body, requests, pending)
 
     def whole(replies: list[Reply]) -> Any:
-        found = [writer.last(number, reply, reply.text, reply.logprobs) for number, reply in enumerate(replies)]
+        found = [writer.whole(number, reply) for number, reply in enumerate(replies)]
         return found[0] if len(found) == 1 else found
 
     return await pending.respond(body.stream, lambda _: writer.chunks(), whole)
@@ -174,7 +175,7 @@ def _options(call: Call, body: NativeSamplingBody) -> Options:
     if body.logit_bias:
         options["logit_bias"] = _bias(body.logit_bias)
     options["grammar"] = grammar_of(body)
-    if body.n_probs or body.return_tokens:
+    if body.n_probs:
         options["logprobs"] = body.n_probs
     return options
 
@@ -205,32 +206,42 @@ class _NativeReplies:
         sent = [0 for _ in self.requests]  # tokens
         async for item in self.pending.events:
             if isinstance(item.event, TextPiece):
-                drawn = item.event.logprobs
-                sent[item.choice] += len(drawn)
-                yield self._chunk(item.choice, item.event, drawn, stop=False)
+                sent[item.choice] += len(item.event.tokens)
+                yield {**self._chunk(item.choice, item.event), "stop": False}
             elif isinstance(item.event, PromptProgress):
-                yield {**self._chunk(item.choice, "", (), stop=False), **item.event.as_event()}
+                yield {**self._chunk(item.choice, TextPiece("")), "stop": False, **item.event.as_event()}
             elif isinstance(item.event, Finished):
-                reply = item.event.reply
-                yield self.last(item.choice, reply, "", reply.logprobs[sent[item.choice] :])
+                reply, first = item.event.reply, sent[item.choice]
+                rest = TextPiece("", reply.logprobs[first:], self._tokens(reply)[first:])
+                yield {**self._chunk(item.choice, rest), **self._end(item.choice, reply)}
 
-    def _chunk(self, number: int, text: str, drawn: Sequence[SampledToken], *, stop: bool) -> dict[str, Any]:
-        tokens = [one.chosen.token for one in drawn] if self.body.return_tokens else []
-        chunk = {"index": number, "content": text, "tokens": tokens, "id_slot": number, "stop": stop}
-        if self.body.n_probs and drawn:
+    def whole(self, number: int, reply: Reply) -> dict[str, Any]:
+        """A reply that is not streamed: it has its tokens only if they were asked for."""
+        tokens = self._tokens(reply) if self.body.return_tokens else ()
+        piece = TextPiece(reply.text, reply.logprobs, tokens)
+        return {**self._chunk(number, piece), **self._end(number, reply)}
+
+    def _tokens(self, reply: Reply) -> tuple[int, ...]:
+        """The tokens of a reply without the one that ends it."""
+        stops = self.pending.call.service.session.engine.tokenizer.stop_ids
+        return tuple(token for token in reply.tokens if token not in stops)
+
+    def _chunk(self, number: int, piece: TextPiece) -> dict[str, Any]:
+        chunk = {"index": number, "content": piece, "tokens": list(piece.tokens), "id_slot": number}
+        if self.body.n_probs and piece.logprobs:
             chunk["completion_probabilities"] = [
-                {**_likelihood(one.chosen), "top_logprobs": [_likelihood(other) for other in one.top]} for one in drawn
+                {**_likelihood(one.chosen), "top_logprobs": [_likelihood(other) for other in one.top]}
+                for one in piece.logprobs
             ]
         return chunk
 
-    def last(self, number: int, reply: Reply, text: str, drawn: Sequence[SampledToken]) -> dict[str, Any]:
-        """The end of a reply."""
+    def _end(self, number: int, reply: Reply) -> dict[str, Any]:
         request = self.requests[number]
         stop_type = {"stop": "eos", "length": "limit"}.get(reply.finish_reason, reply.finish_reason)
         given = self.body.model_dump(include=set(_SHOWN_DEFAULTS), exclude_none=True)
         own = {"n_predict": request.max_tokens, "stop": list(request.stop), "seed": request.sampling.seed}
         return {
-            **self._chunk(number, text, drawn, stop=True),
+            "stop": True,
             "model": self.pending.model,
             "tokens_predicted": reply.usage.completion_tokens,
             "tokens_evaluated": reply.usage.prompt_tokens,
@@ -284,7 +295,10 @@ async def apply_template(call: Call, body: ApplyTemplateRequest) -> Response:
     call.adapter_of(body.model)
     variables = body.chat_template_kwargs
     think = None if variables is None else variables.think
-    request = Request.of(messages_of(body.messages), tools=body.tools or (), think=think)
+    begins = begins_turn(body, body.messages)
+    request = Request.of(
+        messages_of(body.messages), tools=body.tools or (), think=think, add_generation_prompt=begins, max_tokens=0
+    )
     engine = call.service.session.engine
     tokens = await call.encode_chat(request, token_limit=engine.context_tokens)
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from rekindle.core.request import parse_prompt
 from rekindle.errors import AdapterNotFound
-from rekindle.server.body import messages_of
+from rekindle.server.body import begins_turn, messages_of
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.schema import DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
@@ -76,9 +76,12 @@ def _tokens(call: Call, body: TokenizeRequest, given: str | None) -> list[int]:
     if given == "":
         return []
     if given is not None:
-        return tokenizer.encode(str(parse_prompt(given)), token_limit=most)
-    messages = parse_prompt(messages_of(body.messages or []))
-    return tokenizer.encode_chat(messages, token_limit=most)  # type: ignore[arg-type]
+        chosen = body.add_special_tokens if body.add_special is None else body.add_special
+        special = body.content is None if chosen is None else chosen
+        lead = 0 if special else len(tokenizer.encode(""))
+        return tokenizer.encode(str(parse_prompt(given)), token_limit=most)[lead:]
+    messages, begins = parse_prompt(messages_of(body.messages or [])), begins_turn(body, body.messages or [])
+    return tokenizer.encode_chat(messages, token_limit=most, add_generation_prompt=begins)  # type: ignore[arg-type]
 
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> Response:

@@ -17,17 +17,20 @@ def new_id(kind: str) -> str:
 
 
 def timings_of(reply: Reply) -> dict[str, Any]:
-    """`timings` as llama.cpp has them."""
+    """`timings` as llama.cpp has them; a rate that cannot be told is 0."""
     prompt_ms, predicted_ms = reply.timings.first_token_seconds * 1e3, reply.timings.decode_seconds * 1e3
     computed, written = reply.reuse.computed, reply.usage.completion_tokens
+    prompt_rate, written_rate = computed / prompt_ms * 1e3 if prompt_ms else 0.0, reply.timings.tokens_per_second or 0.0
     return {
         "cache_n": reply.usage.cached_tokens,
         "prompt_n": computed,
         "prompt_ms": round(prompt_ms, 3),
-        "prompt_per_second": round(computed / prompt_ms * 1e3, 3) if prompt_ms else None,
+        "prompt_per_token_ms": round(1e3 / prompt_rate, 3) if prompt_rate else 0.0,
+        "prompt_per_second": round(prompt_rate, 3),
         "predicted_n": written,
         "predicted_ms": round(predicted_ms, 3),
-        "predicted_per_second": None if (rate := reply.timings.tokens_per_second) is None else round(rate, 3),
+        "predicted_per_token_ms": round(1e3 / written_rate, 3) if written_rate else 0.0,
+        "predicted_per_second": round(written_rate, 3),
     }
 
 

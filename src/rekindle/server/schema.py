@@ -256,6 +256,17 @@ class ChatMessage(RequestBody):
     content: Text | Items[dict[str, Any]] | None = None
 
 
+class TurnBody(RequestBody):
+    """How the template ends a chat. A last message of the assistant is continued, whatever this says."""
+
+    add_generation_prompt: StrictBool | None = Field(
+        None, description="false: the template does not begin a message of the assistant."
+    )
+    continue_final_message: StrictBool | None = Field(
+        None, description="true: refused unless the last message is the assistant's."
+    )
+
+
 class Prediction(RequestBody):
     """A draft of the reply: the model verifies it, which is faster than generating."""
 
@@ -295,7 +306,7 @@ class OpenAiBody(SamplingBody):
     rekindle: CompletionOptions | None = None
 
 
-class ChatRequest(OpenAiBody):
+class ChatRequest(TurnBody, OpenAiBody):
     """The body of /v1/chat/completions."""
 
     messages: Items[ChatMessage] = Field(min_length=1)
@@ -338,11 +349,13 @@ class EmbeddingsRequest(RequestBody):
     user: Text | None = None
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(TurnBody):
     """The body of /tokenize: a text, or messages in the model's template."""
 
-    content: Text | None = None
-    prompt: Text | None = None
+    content: Text | None = Field(None, description="As in llama.cpp: without `add_special`, the text's own tokens.")
+    prompt: Text | None = Field(None, description="As in vLLM: with all tokens, unless `add_special_tokens` is false.")
+    add_special: StrictBool | None = Field(None, description="Whether the token comes first that begins a text.")
+    add_special_tokens: StrictBool | None = Field(None, description="vLLM's name for it.")
     messages: Items[ChatMessage] | None = None
     with_pieces: StrictBool = False
     model: Text | None = None

@@ -52,14 +52,14 @@ class Generation:
         _check_bias(request, engine.tokenizer.vocabulary_size)
         self._sampler = engine.sampler(request.sampling, prompt.tokens)
         chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
-        context = () if chat else prompt.tokens[-_CONTEXT_TOKENS:]
+        context = () if chat and request.continued_text is None else prompt.tokens[-_CONTEXT_TOKENS:]
         self._detokenizer = Detokenizer(engine.tokenizer, context, reply_markers(engine.tokenizer) if chat else None)
         self._watch = StopChecker(request.stop)
         self._limit = min(request.max_tokens, engine.context_tokens - len(prompt.tokens))
         self._tokens: list[int] = []
         self._pieces: list[str] = []
         self._drawn: list[SampledToken] = []
-        self._reported = 0  # number of drawn tokens that came with a piece of text
+        self._reported = 0  # number of tokens that came with a piece of text
         self._first_at = self._last_at = started
         self.drafts: Drafts | None = None
         self.finish_reason: FinishReason | None = None
@@ -190,16 +190,20 @@ class Generation:
 
     def _finish(self, reason: FinishReason, text: str = "") -> TextPiece:
         """End the reply; what was held back for a stop string or a character's rest comes out now."""
-        text += self._watch.add(self._detokenizer.finish())
+        text += self._watch.add(self._detokenizer.finish(cut=reason != "stop"))
         self.finish_reason = "stop" if self._watch.found is not None else reason
         return self._piece(text + self._watch.finish())
 
     def _piece(self, text: str) -> TextPiece:
         """A piece of text, with the tokens that were drawn since the last one that had any."""
         self._pieces.append(text)
-        drawn = tuple(self._drawn[self._reported :]) if text else ()
-        self._reported += len(drawn)
-        return TextPiece(text, drawn)
+        if not text:
+            return TextPiece(text)
+        stops = self._engine.tokenizer.stop_ids
+        tokens = tuple(token for token in self._tokens[self._reported :] if token not in stops)
+        drawn = tuple(self._drawn[self._reported :])
+        self._reported += len(tokens)
+        return TextPiece(text, drawn, tokens)
 
     def _likelihoods(self, logits: NDArray[np.float32], token: int, count: int) -> SampledToken:
         highest = float(logits.max())

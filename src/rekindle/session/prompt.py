@@ -61,6 +61,9 @@ def encode_prompt(
 
     `written` has the replies whose generated tokens shall stand in for their text.
     """
+    last = request.prompt[-1]
+    if request.max_tokens and isinstance(last, Message) and last.role == "assistant" and not last.is_continued:
+        raise InvalidPrompt("The last message calls tools. Send the result of each call behind it, as role 'tool'.")
     try:
         with cancellable(cancelled):
             encoded = _encode(engine, request, written)
@@ -100,11 +103,21 @@ def _encode_chat(
 def _encode_messages(
     engine: Engine, messages: list[Message], request: Request, written: WrittenReplies | None, room: int
 ) -> ReplayedChat:
-    how: TemplateOptions = {"tools": request.tools, "think": request.think, "token_limit": room}
+    how = template_options(request, room)
     found = {} if written is None else written.standing_for(request, messages)
     if found:
         return engine.tokenizer.encode_replayed(messages, found, **how)
     return ReplayedChat(engine.tokenizer.encode_chat(messages, **how))
+
+
+def template_options(request: Request, token_limit: int | None) -> TemplateOptions:
+    """What the chat of a request is encoded with."""
+    return {
+        "tools": request.tools,
+        "think": request.think,
+        "token_limit": token_limit,
+        "add_generation_prompt": request.add_generation_prompt,
+    }
 
 
 def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -> PromptTokens:
@@ -114,7 +127,7 @@ def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -
     reply = min(request.max_tokens, max(1, most // 4))
 
     def encode(kept: list[Message]) -> QuotedChat:
-        return engine.tokenizer.encode_quoting(kept, texts, tools=request.tools, think=request.think, token_limit=most)
+        return engine.tokenizer.encode_quoting(kept, texts, **template_options(request, most))
 
     def room_for_quotes(parts: QuotedChat) -> int:
         return most - reply - len(parts.before) - len(parts.after)
@@ -271,7 +284,7 @@ class WrittenReplies:
         messages = [m for m in request.prompt if isinstance(m, Message)]
         ended = bool(reply.tokens) and reply.tokens[-1] in engine.tokenizer.stop_ids
         tokens = reply.tokens[:-1] if ended else reply.tokens
-        if not self._settings.keep_reply_tokens or not messages or not tokens:
+        if not self._settings.keep_reply_tokens or not messages or not tokens or messages[-1].is_continued:
             return
         if not (ended or engine.tokenizer.decode(tokens) == reply.text):
             return

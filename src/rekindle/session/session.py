@@ -261,6 +261,8 @@ class Session:
     def chat(self, messages: str | Sequence[MessageLike], **options: Unpack[Options]) -> Reply:
         """Answer a chat: a list of `{"role": ..., "content": ...}`, or the text of a single user message.
 
+        A last message of the assistant is continued: the reply is what follows its text.
+
         `overflow="drop-oldest"` lets the oldest messages go when the chat outgrows the context; system messages and
         the last message always stay. Raises as `generate` does.
         """

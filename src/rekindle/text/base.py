@@ -54,6 +54,7 @@ class TemplateOptions(TypedDict, total=False):
     tools: Sequence[Tool]
     think: Think | None
     token_limit: int | None
+    add_generation_prompt: bool
 
 
 _is_cancelled: ContextVar[Callable[[], bool] | None] = ContextVar("is_cancelled", default=None)
@@ -117,7 +118,8 @@ class Tokenizer(Protocol):
         """The control token of a spelling; None if it is several tokens."""
 
     def encode_chat(self, messages: Sequence[Message], **how: Unpack[TemplateOptions]) -> list[int]:
-        """Tokens of the model's own chat template, up to where the reply begins.
+        """Tokens of the model's own chat template, up to where the reply begins: in a last message of the assistant, or
+        behind what the template writes before a new one (not without `add_generation_prompt`).
 
         A template that takes `tools` writes them itself; otherwise tools, calls and results are written as text.
         `think` is passed to a template that reads it.

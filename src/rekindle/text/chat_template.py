@@ -150,11 +150,16 @@ class Render(Protocol):
     """Renders the model's template."""
 
     def __call__(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, think: Think | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        think: Think | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The template's text, up to where the reply begins. Raises `InvalidPrompt` if it refuses the messages.
 
-        `tools` are passed only to a template that takes them, and only if there are any; `think` only if it was asked.
+        `tools` are passed only to a template that takes them, and only if there are any; `think` only if it was asked,
+        and `add_generation_prompt` only if it is false.
         """
 
 
@@ -333,13 +338,17 @@ class ChatTokenizer(ABC):
             options["tools"] = offered
         elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
             shown = self._accepted(tools_as_text(shown, offered))
+        mark = f"\ue004{self._nonce}:end\ue005" if messages[-1].is_continued else ""
+        if mark or not how.get("add_generation_prompt", True):
+            options["add_generation_prompt"] = False
+            shown[-1] = {**shown[-1], "content": (shown[-1]["content"] or "") + mark}
         render: Callable[..., str] = partial(self._render, **options)
         if any(message["role"] == "system" for message in shown[1:]):
             try:
-                return _Chat(render(shown), hidden)
+                return _Chat(_until(mark, render(shown)), hidden)
             except InvalidPrompt:
                 shown = late_instructions_as_user(shown)
-        return _Chat(render(shown), hidden)
+        return _Chat(_until(mark, render(shown)), hidden)
 
     def _shown(self, message: Message, hidden: _Hidden) -> dict[str, Any]:
         """A message as the template gets it. Arguments of a call are data, although the model wrote them."""
@@ -359,6 +368,19 @@ class ChatTokenizer(ABC):
     def _forbidden(self, message: Message) -> re.Pattern[str]:
         """The spellings that must stay text in a message."""
         return self._special if message.role == "assistant" else self._control
+
+
+def _until(mark: str, text: str) -> str:
+    """A rendered chat up to the mark at the end of the message that is continued; "": there is none."""
+    if not mark:
+        return text
+    before, *after = text.split(mark)
+    if len(after) != 1:
+        raise InvalidPrompt(
+            "The last message is the assistant's, and this model's chat template does not write it as it is, so it "
+            "cannot be continued. End with a message of the user."
+        )
+    return before
 
 
 def _if_asked(think: Think | None) -> dict[str, Any]:
@@ -447,9 +469,13 @@ def make_renderer(template: str, bos: str, eos: str) -> Render:
     start_renderer()
 
     def render(
-        messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, think: Think | None = None
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        think: Think | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         offered = {**think_variables(think), **({"tools": tools} if tools else {})}
+        offered["add_generation_prompt"] = add_generation_prompt
         return render_template(template, {"messages": messages, **offered, "bos_token": bos, "eos_token": eos})
 
     return render

@@ -46,13 +46,13 @@ class Detokenizer:
         self._decoded = len(self._tokens)
         self._edges.append(self._decoded)
 
-    def finish(self) -> str:
-        """The text that was held back."""
+    def finish(self, *, cut: bool = False) -> str:
+        """The text that was held back. Where the reply was `cut`, half a character at the end is left out."""
         before, text = self._decode(self._decoded), self._decode(len(self._tokens))
         if not text.startswith(before):  # half a character makes some tokenizers drop the characters before it
             before, text = "", self._tokenizer.decode(self._tokens[self._decoded :])
         self._decoded = len(self._tokens)
-        return text[len(before) :]
+        return text[len(before) :].rstrip(_REPLACEMENT if cut else "")
 
     def _decode(self, stop: int) -> str:
         return self._tokenizer.decode(self._tokens[self._edges[0] : stop])

@@ -151,10 +151,7 @@ class ReplyParser:
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
         style = detect_thoughts(tokenizer.template) if chat else None
-        free = request.grammar is None and not request.tool_choice.forces  # else the first token is no thought
-        self._thoughts = (
-            None if style is None else ThoughtParser(style, begun=free and tokenizer.begins_thought(request.think))
-        )
+        self._thoughts = None if style is None else ThoughtParser(style, begun=_is_begun(style, request, tokenizer))
         calls = request.tools and request.tool_choice.mode != "none"
         self._forced = request.tool_choice.forces
         self._calls = ToolParser(detect_style(tokenizer.template), request.tools) if calls else None
@@ -172,6 +169,15 @@ class ReplyParser:
         first = self._calls.add(said)
         rest = self._calls.finish(cut=cut, forced=self._forced)
         return ParsedReply(thought, first.content + rest.content, (*first.calls, *rest.calls))
+
+
+def _is_begun(style: ThoughtStyle, request: Request, tokenizer: Tokenizer) -> bool:
+    """Whether the prompt of a chat ends inside a thought."""
+    text = request.continued_text
+    if text is not None:
+        return max(map(text.rfind, style.opens)) > max(map(text.rfind, style.closes))
+    free = request.grammar is None and not request.tool_choice.forces  # else the first token is no thought
+    return free and request.add_generation_prompt and tokenizer.begins_thought(request.think)
 
 
 def _parsed(thought: str, rest: ParsedText) -> ParsedReply:

@@ -117,14 +117,17 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> HfTokenizer:
     vocabulary_size = int(model.config.get_text_config().vocab_size)
 
     def render(
-        messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, think: Think | None = None
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        think: Think | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         try:
             template = str(loaded.get_chat_template(tools=tools))
         except ValueError as error:
             raise InvalidPrompt(f"The model's chat template cannot be chosen: {error}") from error
         known: dict[str, Any] = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None}
-        known |= think_variables(think)
+        known |= {**think_variables(think), "add_generation_prompt": add_generation_prompt}
         return render_template(template, {**loaded.special_tokens_map, **known})
 
     if loaded.chat_template:

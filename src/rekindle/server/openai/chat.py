@@ -77,7 +77,8 @@ class _ChatChunks:
                 else:
                     yield self._chunk(item, {"content": item.part})
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield {**self._head, "choices": [], "usage": usage_of([replies[number] for number in sorted(replies)])}
+            ordered = [replies[number] for number in sorted(replies)]
+            yield {**self._head, "choices": [], "usage": usage_of(ordered), "timings": timings_of(ordered[0])}
 
     def _chunk(self, item: ReplyPart, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
         logprobs = chat_logprobs(item.drawn) if item.drawn else None

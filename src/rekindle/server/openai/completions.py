@@ -111,4 +111,5 @@ async def _chunks(
             yield {**last, "timings": timings_of(reply), "rekindle": pending.about(reply)}
     if body.stream_options is not None and body.stream_options.include_usage:
         ordered = [replies[number] for number in sorted(replies)]
-        yield {**head, "choices": [], "usage": usage_of(ordered, len(ordered) // body.n)}
+        stats = {"usage": usage_of(ordered, len(ordered) // body.n), "timings": timings_of(ordered[0])}
+        yield {**head, "choices": [], **stats}

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from rekindle.core.reply import Reply, SampledToken, TokenLogprob
 from rekindle.core.request import Options, PromptLike, Request
-from rekindle.server.body import ReplyLength, cache_options, content_text, messages_of, sampling_options
+from rekindle.server.body import ReplyLength, begins_turn, cache_options, content_text, messages_of, sampling_options
 from rekindle.server.errors import ApiError
 from rekindle.server.reply_form import grammar_of
 from rekindle.server.schema import AskRequest, ChatRequest, CompletionRequest, PromptRequest, SamplingBody
@@ -31,6 +31,7 @@ def chat_request(body: ChatRequest, tenant: str, length: ReplyLength) -> Request
     elif body.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice needs tools. Send them along.", param="tool_choice")
     options["think"] = body.think
+    options["add_generation_prompt"] = begins_turn(body, body.messages)
     if body.prediction is not None:
         options["drafts"] = [content_text(body.prediction.content) or ""]
     return Request.of(messages_of(body.messages), **options)
