@@ -144,7 +144,7 @@ def test_without_tools_nothing_can_be_called(value: object) -> None:
         ("requird", TOOLS, "Did you mean 'required'"),
         (form("lok"), TOOLS, "Did you mean 'look'"),
         (form("look"), (), "no tools"),
-        ({"type": "allowed_tools"}, TOOLS, "'tool_choice' is"),
+        ({"type": "allowed_tools"}, TOOLS, "'allowed_tools' needs"),
         ({"type": "function"}, TOOLS, "'tool_choice' is"),
         (5, TOOLS, "'tool_choice' is"),
     ],

@@ -48,7 +48,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden"
 _IDS = re.compile(r'"(id|item_id|call_id)":"[^"]*"')
-_TIMES = re.compile(r'"(created|created_at|\w+_duration)":(\d+|"[^"]*")')
+_TIMES = re.compile(r'"(created|created_at|completed_at|\w+_duration)":(\d+|"[^"]*")')
 
 
 def read_stream(served: Served, name: str) -> str:

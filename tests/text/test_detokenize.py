@@ -12,6 +12,7 @@ from tokenizers import decoders, models, normalizers
 from rekindle.engine.fake import ByteTokenizer
 from rekindle.text.base import Tokenizer
 from rekindle.text.detokenize import Detokenizer, StopChecker
+from rekindle.text.tokenizer import vocabulary_bytes
 from tests.text.test_tokenizer import sentencepiece_like
 from tests.tiny import byte_tokenizer
 
@@ -54,6 +55,9 @@ class Fallback(ByteTokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.backend.decode(list(tokens))
+
+    def pieces(self) -> list[bytes]:
+        return vocabulary_bytes(self.backend, self.backend.get_vocab_size())
 
 
 @given(st.text("ab 🙂é東", max_size=30))

@@ -138,10 +138,14 @@ ChoiceMode = Literal["none", "auto", "required", "function"]
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model must call: none, auto (it decides), required (any tool), function (the one of `name`)."""
+    """Whether the model must call: none, auto (it decides), required (any tool), function (the one of `name`).
+
+    `allowed` are the names of the tools that it may call; empty: all.
+    """
 
     mode: ChoiceMode = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, value: object, tools: Sequence[Tool]) -> ToolChoice:
@@ -152,6 +156,8 @@ class ToolChoice:
             return value
         if isinstance(value, str):
             return cls._of_word(value, tools)
+        if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+            return cls._of_allowed(value.get("allowed_tools", value), tools)
         function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str):
@@ -174,10 +180,28 @@ class ToolChoice:
             raise InvalidPrompt("'tool_choice' is 'required', but the request has no tools. Send them along.")
         return cls("required")
 
+    @classmethod
+    def _of_allowed(cls, value: Any, tools: Sequence[Tool]) -> ToolChoice:
+        mode, listed = (value.get("mode"), value.get("tools")) if isinstance(value, Mapping) else (None, None)
+        if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+            raise InvalidPrompt("'allowed_tools' needs a mode, 'auto' or 'required', and a list of 'tools'.")
+        found = [cls.parse({"type": "function", "function": _function_of(item)}, tools) for item in listed]
+        return cls(mode, allowed=tuple(choice.name for choice in found if choice.name is not None))
+
+    def permits(self, tool: Tool) -> bool:
+        """Whether the model may call the tool."""
+        names = self.allowed if self.name is None else (self.name,)
+        return self.mode != "none" and (not names or tool.name in names)
+
     @property
     def forces(self) -> bool:
         """Whether the reply must be a call."""
         return self.mode in ("required", "function")
+
+
+def _function_of(item: object) -> object:
+    """The function of a tool in a list: chats have it inside, responses have its name beside the type."""
+    return item.get("function", item) if isinstance(item, Mapping) else item
 
 
 def _whole_if_possible(number: str) -> int | float:

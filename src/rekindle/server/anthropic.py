@@ -253,7 +253,7 @@ async def answer_messages(call: Call, body: MessagesRequest) -> Response:
     chat = translate_chat(body)
     request = messages_request(body, chat, call.caller.tenant, call.service.reply_length())
     pending = await begin_chat(call, body, request, ignored=chat.ignored)
-    head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": pending.model}
+    head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": pending.model}
 
     def whole(replies: list[Reply]) -> dict[str, Any]:
         (reply,) = replies

@@ -46,7 +46,7 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     prepared = await call.in_thread(lambda: session.prepare(body.question, **options))
     events = answer_prepared(call, body, prepared, started)
     pending = PendingReply(call, prepared.request, events, call.ignored(body), prepared=prepared)
-    head = {"id": new_id("answer"), "created": int(time.time()), "model": pending.model}
+    head = {"id": new_id("answer-"), "created": int(time.time()), "model": pending.model}
 
     def whole(replies: list[Reply]) -> dict[str, Any]:
         (reply,) = replies

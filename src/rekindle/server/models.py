@@ -5,7 +5,9 @@ Adapters are models of their own to clients: loaded and unloaded while the serve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -20,7 +22,11 @@ from rekindle.server.schema import DetokenizeRequest, LoadAdapterRequest, Tokeni
 
 async def list_models(call: Call) -> Response:
     """The models that are served: language models, loaded or not, their adapters, and the embedder."""
-    return JSONResponse({"object": "list", "data": _models(call)})
+    models = _models(call)
+    if not _wants_anthropics(call):
+        return JSONResponse({"object": "list", "data": models})
+    data = [_as_anthropic(model) for model in models if "completion" in model["capabilities"]]
+    return JSONResponse({"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
 
 
 async def show_model(call: Call) -> Response:
@@ -34,7 +40,17 @@ async def show_model(call: Call) -> Response:
         parent = meant.model if meant.adapter else None
         name = meant.adapter or meant.model
         found = next(model for model in models if (model["id"], model.get("parent")) == (name, parent))
-    return JSONResponse(found)
+    return JSONResponse(_as_anthropic(found) if _wants_anthropics(call) else found)
+
+
+def _wants_anthropics(call: Call) -> bool:
+    """Whether the client is one of Anthropic's: both APIs have these paths."""
+    return "anthropic-version" in call.http.headers
+
+
+def _as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
+    created = datetime.fromtimestamp(model["created"], timezone.utc).isoformat()
+    return {"type": "model", "id": model["id"], "display_name": model["id"], "created_at": created}
 
 
 def _models(call: Call) -> list[dict[str, Any]]:

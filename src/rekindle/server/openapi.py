@@ -112,6 +112,7 @@ RESPONSES: dict[str, Schema] = {
         timings=_TIMINGS,
         rekindle=_REUSED,
     ),
+    "count_input_tokens": _object(object=_TEXT, input_tokens=_COUNT),
     "answer_messages": _object(
         **_texts("id type role model"),
         content=_list(_object(type=_TEXT)),

@@ -12,8 +12,8 @@ from rekindle.knowledge.salvage import Loss
 from rekindle.session.ask import Prepared
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def timings_of(reply: Reply) -> dict[str, Any]:

@@ -92,6 +92,7 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat.answer_chat, streams=True),
     Endpoint("POST", "/v1/completions", completions.answer_completion, streams=True),
     Endpoint("POST", "/v1/responses", responses.answer_responses, streams=True, protocol=RESPONSES_API),
+    Endpoint("POST", "/v1/responses/input_tokens", responses.count_input_tokens, protocol=RESPONSES_API),
     Endpoint("POST", "/v1/embeddings", embed_texts.answer_embeddings, needs="default"),
     Endpoint("POST", "/v1/messages", anthropic.answer_messages, streams=True, protocol=ANTHROPIC),
     Endpoint("POST", "/v1/messages/count_tokens", anthropic.count_tokens, protocol=ANTHROPIC),
@@ -153,7 +154,7 @@ _LLAMACPP_PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-templat
 
 def protocol_of(path: str) -> WireProtocol:
     """The protocol that a path belongs to, also if nothing is served there."""
-    if path in _LLAMACPP_PATHS:
+    if any(path == own or path.startswith(f"{own}/") for own in _LLAMACPP_PATHS):
         return LLAMACPP
     return next((protocol for prefix, protocol in _PREFIXES if path.startswith(prefix)), OPENAI)
 

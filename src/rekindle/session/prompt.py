@@ -111,9 +111,16 @@ def _encode_messages(
 
 
 def template_options(request: Request, token_limit: int | None) -> TemplateOptions:
-    """What the chat of a request is encoded with."""
+    """What the chat of a request is encoded with.
+
+    A model that may call some of the tools reads of these alone; one that must call reads of all, because a grammar
+    keeps it to them, and the prompt stays the same.
+    """
+    choice, tools = request.tool_choice, request.tools
+    if choice.allowed and not choice.forces:
+        tools = tuple(tool for tool in tools if choice.permits(tool))
     return {
-        "tools": request.tools,
+        "tools": tools,
         "think": request.think,
         "token_limit": token_limit,
         "add_generation_prompt": request.add_generation_prompt,

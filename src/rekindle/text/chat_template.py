@@ -339,9 +339,10 @@ class ChatTokenizer(ABC):
         elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
             shown = self._accepted(tools_as_text(shown, offered))
         mark = f"\ue004{self._nonce}:end\ue005" if messages[-1].is_continued else ""
+        if mark:
+            shown[-1] = {**shown[-1], "content": shown[-1]["content"] + mark}
         if mark or not how.get("add_generation_prompt", True):
             options["add_generation_prompt"] = False
-            shown[-1] = {**shown[-1], "content": (shown[-1]["content"] or "") + mark}
         render: Callable[..., str] = partial(self._render, **options)
         if any(message["role"] == "system" for message in shown[1:]):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -51,8 +52,19 @@ class Detokenizer:
         before, text = self._decode(self._decoded), self._decode(len(self._tokens))
         if not text.startswith(before):  # half a character makes some tokenizers drop the characters before it
             before, text = "", self._tokenizer.decode(self._tokens[self._decoded :])
+        text, held = text[len(before) :], self._tokens[self._decoded :]
         self._decoded = len(self._tokens)
-        return text[len(before) :].rstrip(_REPLACEMENT if cut else "")
+        if not cut or not text.endswith(_REPLACEMENT):
+            return text
+        half = self._half_character(held)  # shown as one replacement, or as one a byte
+        return text[: max(len(text) - half, len(text.rstrip(_REPLACEMENT)))] if half else text
+
+    def _half_character(self, tokens: Sequence[int]) -> int:
+        """Number of bytes at the end of these tokens that begin a character."""
+        pieces = self._tokenizer.pieces()
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(pieces[token] for token in tokens))
+        return len(decoder.getstate()[0])
 
     def _decode(self, stop: int) -> str:
         return self._tokenizer.decode(self._tokens[self._edges[0] : stop])

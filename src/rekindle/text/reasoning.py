@@ -152,9 +152,9 @@ class ReplyParser:
         chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
         style = detect_thoughts(tokenizer.template) if chat else None
         self._thoughts = None if style is None else ThoughtParser(style, begun=_is_begun(style, request, tokenizer))
-        calls = request.tools and request.tool_choice.mode != "none"
+        tools = [tool for tool in request.tools if request.tool_choice.permits(tool)]
         self._forced = request.tool_choice.forces
-        self._calls = ToolParser(detect_style(tokenizer.template), request.tools) if calls else None
+        self._calls = ToolParser(detect_style(tokenizer.template), tools) if tools else None
 
     def add(self, text: str) -> ParsedReply:
         """What became certain with this piece."""

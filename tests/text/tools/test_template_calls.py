@@ -202,7 +202,8 @@ def test_a_template_without_instructions_has_the_tools_in_the_first_turn() -> No
 
 def test_without_tools_a_prompt_is_what_it_was() -> None:
     for template in (*TEMPLATES.values(), PLAIN):
-        tokenizer, chat = tokenizer_of(template), [Message("user", "Rain?"), Message("assistant", "Yes.")]
+        tokenizer, asked = tokenizer_of(template), Message("user", "Rain?")
+        chat = [asked, Message("assistant", "Yes."), asked]
         expected = make_renderer(template, "<|start|>", "<|end|>")([m.as_template_input() for m in chat])
         assert tokenizer.spell(tokenizer.encode_chat(chat)) == expected
 

@@ -24,7 +24,7 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
     request = chat_request(body, call.caller.tenant, call.service.reply_length())
     switches = [name for name in ("reasoning_effort", "chat_template_kwargs") if getattr(body, name) is not None]
     pending = await begin_chat(call, body, request, switches=switches, count=body.n)
-    head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": pending.model}
+    head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": pending.model}
 
     def whole(replies: list[Reply]) -> dict[str, Any]:
         choices = [_choice(number, reply, body) for number, reply in enumerate(replies)]
@@ -35,7 +35,7 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
 
 
 def _choice(number: int, reply: Reply, body: ChatRequest) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.thinking:
         message["reasoning_content"] = reply.thinking
     if reply.tool_calls or (body.tools and reply.finish_reason != "stop"):
@@ -62,7 +62,7 @@ class _ChatChunks:
         """The chunks, one after the other."""
         replies: dict[int, Reply] = {}
         for number in range(self._body.n):
-            yield self._chunk(ReplyPart(number, ""), {"role": "assistant", "content": ""})
+            yield self._chunk(ReplyPart(number, ""), {"role": "assistant", "content": "", "refusal": None})
         async with aclosing(self._pending.parts()) as parts:
             async for item in parts:
                 if isinstance(item.part, Finished):

@@ -43,7 +43,7 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     echoes = [text for text in texts for _ in range(body.n)]
     events = call.service.answer(requests, call.caller, body)
     pending = PendingReply(call, requests[0], events, call.ignored(body), len(requests))
-    head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": pending.model}
+    head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": pending.model}
 
     def whole(replies: list[Reply]) -> dict[str, Any]:
         choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]

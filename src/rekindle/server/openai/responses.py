@@ -14,20 +14,21 @@ from contextlib import aclosing
 from typing import Any
 
 from pydantic import Field, StrictBool, StrictInt
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.core.tools import ToolCall
+from rekindle.errors import RekindleError
 from rekindle.server.body import NO_IMAGE, ReplyLength, TranslatedChat, agent_options, text_field
 from rekindle.server.call import Call
-from rekindle.server.errors import ApiError
+from rekindle.server.errors import ApiError, api_error_of
 from rekindle.server.job import Finished, ThoughtDelta
 from rekindle.server.pending_reply import PendingReply, begin_chat
 from rekindle.server.protocol import WireProtocol, openai_error, typed_frame
 from rekindle.server.reply_fields import new_id, timings_of
 from rekindle.server.reply_form import grammar_of
-from rekindle.server.schema import AgentBody, Items, RequestBody, ResponseFormat, Text
+from rekindle.server.schema import AgentBody, Items, Number, RequestBody, ResponseFormat, Text
 from rekindle.text.tools.parse import CallDelta
 
 
@@ -47,6 +48,9 @@ class ResponsesRequest(AgentBody):
     parallel_tool_calls: StrictBool | None = None
     max_output_tokens: StrictInt | None = Field(None, ge=0, lt=2**31)
     text: OutputText | None = None
+    presence_penalty: Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
+    metadata: dict[Text, Text] | None = Field(None, description="Comes back with the response.")
     store: StrictBool | None = Field(None, description="Responses are not stored here, whatever this says.")
     previous_response_id: Text | None = Field(None, description="Refused: responses are not stored here.")
     conversation: Text | dict[str, Any] | None = Field(None, description="Refused, too.")
@@ -80,7 +84,7 @@ def responses_request(body: ResponsesRequest, chat: TranslatedChat, tenant: str,
         options["tools"] = chat.tools
         options["parallel_tool_calls"] = body.parallel_tool_calls is True
         choice = body.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
+        if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         if choice is not None:
             options["tool_choice"] = choice
@@ -161,12 +165,13 @@ def _text_of(content: object, place: str, chat: TranslatedChat) -> str:
     return "\n\n".join(texts)
 
 
-def _failed_event(problem: ApiError) -> dict[str, Any]:
-    error = {"code": problem.code or "server_error", "message": openai_error(problem)["error"]["message"]}
-    return {"type": "response.failed", "response": {"object": "response", "status": "failed", "error": error}}
+def _error_event(problem: ApiError) -> dict[str, Any]:
+    message = openai_error(problem)["error"]["message"]
+    code = problem.code or "server_error"
+    return {"type": "error", "code": code, "message": message, "param": problem.param, "sequence_number": 0}
 
 
-RESPONSES_API = WireProtocol("OpenAI", openai_error, typed_frame, stream_error=_failed_event)
+RESPONSES_API = WireProtocol("OpenAI", openai_error, typed_frame, stream_error=_error_event)
 
 
 async def answer_responses(call: Call, body: ResponsesRequest) -> Response:
@@ -186,26 +191,60 @@ async def answer_responses(call: Call, body: ResponsesRequest) -> Response:
     return await pending.respond(body.stream, lambda _: _numbered(_events(pending, head)), whole)
 
 
+async def count_input_tokens(call: Call, body: ResponsesRequest) -> Response:
+    """The number of tokens of a conversation of items."""
+    call.adapter_of(body.model)
+    chat = translate_input(body)
+    asked = responses_request(body, chat, call.caller.tenant, call.service.reply_length())
+    request, dropped = call.canonical(asked)
+    tokens = len(await call.encode_chat(request))
+    about = {"ignored": sorted([*call.ignored(body), *chat.ignored, *dropped])}
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens, "rekindle": about})
+
+
+# What a response says of options that it has no field for, or that were not given.
+_UNSET: dict[str, Any] = {
+    "error": None,
+    "incomplete_details": None,
+    "completed_at": None,
+    "output": [],
+    "usage": None,
+    "previous_response_id": None,
+    "store": False,
+    "background": False,
+    "max_tool_calls": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "temperature": 1.0,
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "truncation": "disabled",
+    "metadata": {},
+    "tool_choice": "auto",
+}
+_ECHOED = {"metadata", "temperature", "tool_choice", "top_p", "presence_penalty", "frequency_penalty"}
+_UNNAMED_TOOL = {"description": None, "parameters": None, "strict": None}
+
+
 def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
     """The response before anything was written."""
-    given = body.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p", "tool_choice"})
+    tools = [_UNNAMED_TOOL | tool if tool.get("type") == "function" else tool for tool in body.tools or ()]
+    text = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     return {
-        "id": new_id("resp"),
+        "id": new_id("resp_"),
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        **given,
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "model": model,
-        "output": [],
-        "previous_response_id": None,
-        "store": False,
-        "metadata": {},
-        "usage": None,
+        **_UNSET,
+        **body.model_dump(include={"instructions", "max_output_tokens", "user", "prompt_cache_key"}),
+        **body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True),
+        "text": {"format": {"type": "text"}, **text},
+        "tools": tools,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
     }
 
 
@@ -217,7 +256,10 @@ def _ended(
     cut = {"length": "max_output_tokens"}.get(reply.finish_reason, reply.finish_reason)
     usage = {
         "input_tokens": reply.usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": reply.usage.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": reply.usage.cached_tokens,
+            "cache_write_tokens": 0 if reply.reuse.level == "off" else reply.reuse.computed,
+        },
         "output_tokens": reply.usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": thought_tokens},
         "total_tokens": reply.usage.total_tokens,
@@ -225,6 +267,7 @@ def _ended(
     return {
         **head,
         "status": "completed" if cut == "stop" else "incomplete",
+        "completed_at": int(time.time()) if cut == "stop" else None,
         "incomplete_details": None if cut == "stop" else {"reason": cut},
         "output": output,
         "usage": usage,
@@ -239,7 +282,7 @@ def _status(reply: Reply) -> str:
 
 
 def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _thought_part(text: str) -> dict[str, Any]:
@@ -248,18 +291,18 @@ def _thought_part(text: str) -> dict[str, Any]:
 
 def _message_items(text: str) -> list[dict[str, Any]]:
     content = [_text_part(text)]
-    about = {"id": new_id("msg"), "status": "completed", "role": "assistant", "content": content}
+    about = {"id": new_id("msg_"), "status": "completed", "role": "assistant", "content": content}
     return [{"type": "message", **about}] if text else []
 
 
 def _thought_items(text: str) -> list[dict[str, Any]]:
-    about = {"id": new_id("rs"), "status": "completed", "summary": [], "content": [_thought_part(text)]}
+    about = {"id": new_id("rs_"), "status": "completed", "summary": [], "content": [_thought_part(text)]}
     return [{"type": "reasoning", **about}] if text else []
 
 
 def _call_item(call: ToolCall) -> dict[str, Any]:
     about = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-    return {"type": "function_call", "id": new_id("fc"), "status": "completed", **about}
+    return {"type": "function_call", "id": new_id("fc_"), "status": "completed", **about}
 
 
 async def _numbered(
@@ -277,16 +320,23 @@ async def _events(pending: PendingReply, head: Mapping[str, Any]) -> AsyncGenera
     yield {"type": "response.created", "response": head}
     yield {"type": "response.in_progress", "response": head}
     items = _ItemEvents()
-    async with aclosing(pending.parts()) as parts:
-        async for item in parts:
-            if isinstance(item.part, Finished):
-                for event in items.close(_status(item.part.reply)):
-                    yield event
-                ended = _ended(pending, head, items.output, item.part.reply)
-                yield {"type": f"response.{ended['status']}", "response": ended}
-            else:
-                for event in items.add(item.part):
-                    yield event
+    try:
+        async with aclosing(pending.parts()) as parts:
+            async for item in parts:
+                if isinstance(item.part, Finished):
+                    for event in items.close(_status(item.part.reply)):
+                        yield event
+                    ended = _ended(pending, head, items.output, item.part.reply)
+                    yield {"type": f"response.{ended['status']}", "response": ended}
+                else:
+                    for event in items.add(item.part):
+                        yield event
+    except (ApiError, RekindleError) as failure:
+        problem = api_error_of(failure, "input")
+        pending.call.failed(problem.outcome)
+        error = {"code": "server_error", "message": openai_error(problem)["error"]["message"]}
+        failed = {**head, "status": "failed", "output": items.output, "error": error}
+        yield {"type": "response.failed", "response": failed}
 
 
 class _ItemEvents:
@@ -309,7 +359,7 @@ class _ItemEvents:
             yield self._part_event("content_part.added", part=_thought_part("") if thought else _text_part(""))
         else:
             self._open["content"][0]["text"] += text
-        yield self._part_event(f"{self._kind}.delta", delta=text)
+        yield self._part_event(f"{self._kind}.delta", delta=text, **self._likely)
 
     def _add_call(self, delta: CallDelta) -> Iterator[dict[str, Any]]:
         yield from self.close()
@@ -317,7 +367,8 @@ class _ItemEvents:
         where = {"item_id": item["id"]}
         yield self._event("output_item.added", item={**item, "status": "in_progress", "arguments": ""})
         yield self._event("function_call_arguments.delta", **where, delta=item["arguments"])
-        yield self._event("function_call_arguments.done", **where, arguments=item["arguments"])
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("function_call_arguments.done", **where, **done)
         yield self._event("output_item.done", item=item)
         self.output.append(item)
 
@@ -326,12 +377,17 @@ class _ItemEvents:
         if self._open is None:
             return
         (part,) = self._open["content"]
-        yield self._part_event(f"{self._kind}.done", text=part["text"])
+        yield self._part_event(f"{self._kind}.done", text=part["text"], **self._likely)
         yield self._part_event("content_part.done", part=part)
         self._open["status"] = status
         yield self._event("output_item.done", item=self._open)
         self.output.append(self._open)
         self._open = None
+
+    @property
+    def _likely(self) -> dict[str, Any]:
+        """Log probabilities, which only text has; there are none."""
+        return {"logprobs": []} if self._kind == "output_text" else {}
 
     @property
     def _kind(self) -> str:
@@ -340,7 +396,7 @@ class _ItemEvents:
         kind: str = self._open["content"][0]["type"]
         return kind
 
-    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
         return {"type": f"response.{name}", "output_index": len(self.output), **fields}
 
     def _part_event(self, name: str, **fields: Any) -> dict[str, Any]:

@@ -301,22 +301,26 @@ def call_grammar(
 ) -> Grammar | None:
     """The grammar of a call of the function that `choice` names, or of one or more calls of any.
 
-    None if nothing may be called. Without `parallel` there is exactly one call.
+    None if nothing may be called. Without `parallel` there is exactly one call. Where no call is forced, it may lack
+    its markers: small models leave them out.
     """
-    allowed = [tool for tool in tools if choice.mode in ("auto", "required") or tool.name == choice.name]
-    if choice.mode == "none" or not allowed:
+    allowed = [tool for tool in tools if choice.permits(tool)]
+    if not allowed:
         return None
-    frame = _FRAMES.get(style.name, _Frame())
+    frames = [_FRAMES.get(style.name, _Frame())]
+    if not choice.forces and frames[0] != _Frame():
+        frames.append(_Frame())
     max_calls = MAX_CALLS if parallel and choice.name is None else 1
-    more = f" ({_literal(frame.between)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
-    rules = [
-        f"start:{_part(frame.first)} call{more}{_part(frame.last)}",
-        f"call: {' | '.join(f'call_{number}' for number in range(len(allowed)))}",
-    ]
-    for number, tool in enumerate(allowed):
-        before, after = _around_arguments(style, frame, tool)
-        rules.append(f"call_{number}: {_literal(before)} arguments_{number} {_literal(after)}")
-        rules.append(f"arguments_{number}: %json {json.dumps(_closed(tool))}")
+    around = _around_arguments if choice.forces else _around_free_arguments
+    rules = [f"start: {' | '.join(f'calls_{way}' for way in range(len(frames)))}"]
+    for way, frame in enumerate(frames):
+        more = f" ({_literal(frame.between)} call_{way}){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+        rules.append(f"calls_{way}:{_part(frame.first)} call_{way}{more}{_part(frame.last)}")
+        rules.append(f"call_{way}: {' | '.join(f'call_{way}_{number}' for number in range(len(allowed)))}")
+        for number, tool in enumerate(allowed):
+            before, after = around(style, frame, tool)
+            rules.append(f"call_{way}_{number}: {before} arguments_{number} {after}")
+    rules += [f"arguments_{number}: %json {json.dumps(_closed(tool))}" for number, tool in enumerate(allowed)]
     return Grammar.lark("\n".join(rules) + "\n")
 
 
@@ -328,9 +332,18 @@ def call_openers(style: ToolStyle, tokenizer: Tokenizer) -> set[int]:
 
 def _around_arguments(style: ToolStyle, frame: _Frame, tool: Tool) -> tuple[str, str]:
     if style.name == "functionary":
-        return f"<function={tool.name}>", "</function>"
+        return _literal(f"<function={tool.name}>"), _literal("</function>")
     head = f"{{{json.dumps('name')}: {json.dumps(tool.name)}, {json.dumps(style.arguments)}: "
-    return frame.before + head, "}" + frame.after
+    return _literal(frame.before + head), _literal("}" + frame.after)
+
+
+def _around_free_arguments(style: ToolStyle, frame: _Frame, tool: Tool) -> tuple[str, str]:
+    """The same for a reply that may begin alike and be no call: in the terminals of JSON, because they are greedy."""
+    if style.name == "functionary":
+        return _around_arguments(style, frame, tool)
+    words = [_literal(json.dumps(word)) for word in ("name", tool.name, style.arguments)]
+    head = f"{_part(frame.before)} {_literal('{')} {words[0]} /: ?/ {words[1]} /, ?/ {words[2]} /: ?/"
+    return head, f"{_literal('}')}{_part(frame.after)}"
 
 
 def _closed(tool: Tool) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Chat {
     const found = sources(rekindle), total = Object.values(found).reduce((all, n) => all + n, 0);
     show(strip, countBar(found));
     show(foot, h("span", {}, "first token ", h("b", {}, time(timings.prompt_ms))), h("span", {}, h("b", {}, percent(timings.cache_n / (total || 1))), ` of ${count(total)} tokens reused`),
-      h("span", {}, h("b", {}, timings.predicted_per_second?.toFixed(1) ?? "–"), " tokens/s"), rekindle.cold_ms && this.cached ? h("span", {}, `without the cache about ${time(rekindle.cold_ms)}`) : null);
+      h("span", {}, h("b", {}, timings.predicted_per_second ? timings.predicted_per_second.toFixed(1) : "–"), " tokens/s"), rekindle.cold_ms && this.cached ? h("span", {}, `without the cache about ${time(rekindle.cold_ms)}`) : null);
   }
 }
 
