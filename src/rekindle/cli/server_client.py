@@ -91,7 +91,7 @@ def _summary(reply: dict[str, Any]) -> str:
     timings, usage = reply["timings"], reply["usage"]
     parts = [f"first token {timings['prompt_ms'] / 1e3:.3f} s"] if "prompt_ms" in timings else []
     parts.append(f"{timings.get('cache_n') or 0:,} of {usage.get('prompt_tokens', 0):,} tokens reused")
-    rate = timings.get("predicted_per_second")  # 0 if it cannot be told
+    rate = timings.get("predicted_per_second")  # 0 if it is unknown
     out = f"{count_of(usage.get('completion_tokens', 0), 'token')} out"
     parts.append(f"{out}, {rate:.1f} tokens/s" if rate else out)
     return "; ".join(parts)

@@ -17,7 +17,7 @@ def new_id(prefix: str) -> str:
 
 
 def timings_of(reply: Reply) -> dict[str, Any]:
-    """`timings` as llama.cpp has them; a rate that cannot be told is 0."""
+    """`timings` as llama.cpp has them; an unknown rate is 0."""
     prompt_ms, predicted_ms = reply.timings.first_token_seconds * 1e3, reply.timings.decode_seconds * 1e3
     computed, written = reply.reuse.computed, reply.usage.completion_tokens
     prompt_rate, written_rate = computed / prompt_ms * 1e3 if prompt_ms else 0.0, reply.timings.tokens_per_second or 0.0
