@@ -210,7 +210,7 @@ def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path)
             str(tiny_folder),
             "hi",
             "--cache",
-            "/proc/x",
+            str(tmp_path / "blank.txt"),
         ): "or go without a cache: --cache off.",
         ("rm", "nosuch"): "No model 'nosuch' was pulled",
         (
