@@ -12,7 +12,7 @@ import pytest
 from rekindle.codec.cipher import Secret
 from rekindle.core.kv import LayerKv, Span
 from rekindle.errors import InvalidSetting
-from rekindle.store.objects import ByteRange, ObjectStore, TierFailed
+from rekindle.store.objects import MAX_SMALL_BYTES, ByteRange, ObjectStore, TierFailed
 from rekindle.store.prefix_index import Match
 from rekindle.store.sealed import SealedObjects
 from rekindle.store.settings import StoreSettings
@@ -70,6 +70,29 @@ def test_an_object_is_read_whole_and_in_parts(objects: ObjectStore) -> None:
     beyond = [ByteRange("kv/a/x", 51_000, 200_000), ByteRange("kv/a/y", 0, 1)]
     assert objects.get_ranges(beyond) == [None, None]
     assert objects.contains(["kv/a/x", "kv/a/y"]) == [True, False]
+
+
+def test_of_a_small_object_that_is_too_large_nothing_comes(request: pytest.FixtureRequest) -> None:
+    for store in (redis_objects(request, 1 << 26), s3_objects(request, 1 << 26)):
+        for key, size in (("kv/a/small", MAX_SMALL_BYTES), ("kv/a/large", MAX_SMALL_BYTES + 1)):
+            assert store.put(key, bytes(size))
+        found = store.get_many(["kv/a/small", "kv/a/large", "kv/a/none"])
+        assert [data and len(data) for data in found] == [MAX_SMALL_BYTES, None, None]
+        store.close()
+
+
+def test_of_a_huge_value_no_more_than_the_limit_comes_over_the_network(
+    request: pytest.FixtureRequest,
+) -> None:
+    store = redis_objects(request, 1 << 26)
+    assert store.put("kv/a/large", bytes(20 << 20))
+    before = _sent_bytes(store)
+    assert store.get_many(["kv/a/large"]) == [None]
+    assert _sent_bytes(store) - before < 2 * MAX_SMALL_BYTES
+
+
+def _sent_bytes(store: ObjectStore) -> int:
+    return int(store._client.info("stats")["total_net_output_bytes"])  # type: ignore[attr-defined]
 
 
 def test_removing_a_folder_leaves_others_alone(objects: ObjectStore) -> None:

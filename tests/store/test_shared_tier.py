@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,16 @@ from rekindle.store.objects import ByteRange, ObjectStore
 from rekindle.store.redis import RedisObjects
 from rekindle.store.sealed import SealedObjects
 from rekindle.store.settings import StoreSettings
+from rekindle.store.shared_record import (
+    MAX_A_CHUNK,
+    MAX_RECORD_BYTES,
+    ChainRecord,
+    ChunkRecord,
+    SharedExtent,
+    parse_chain,
+    parse_chunks,
+    write_chunks,
+)
 from rekindle.store.tiered import TieredStore
 from tests.kvs import KV_SPACE, keep, make_kv
 from tests.tier_servers import RedisServer, redis_server
@@ -245,6 +256,37 @@ def test_records_are_not_trusted(node: Node, server: RedisServer) -> None:
     for name, data in records.items():
         client.set(f"{name}#0", data.replace(b'"depth":0', b'"depth":1'))
     assert loaded(b, TOKENS) == 0
+
+
+def test_a_record_makes_nobody_read_more_than_headers_can_be(node: Node, server: RedisServer) -> None:
+    asked: list[int] = []
+
+    class Measured(RedisObjects):
+        def get_ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | None]:
+            asked.append(sum(one.stop - one.start for one in wanted))
+            return [None] * len(wanted)
+
+    share(node("a"), TOKENS)
+    client = RedisObjects(server.url, 1)._client
+    for name in names_on(server, ".chain"):
+        data = client.get(f"{name}#0")
+        client.set(f"{name}#0", re.sub(rb'"header_bytes":\d+', b'"header_bytes":%d' % (1 << 40), data))
+    assert loaded(node("b", Measured(server.url, 1 << 30)), TOKENS) == 0
+    assert asked and max(asked) <= 64 << 20
+
+
+def test_a_record_that_would_be_too_large_is_neither_written_nor_read(
+    node: Node, monkeypatch: pytest.MonkeyPatch, server: RedisServer
+) -> None:
+    monkeypatch.setattr("rekindle.store.shared_tier.MAX_RECORD_BYTES", 100)
+    assert share(node("a"), TOKENS) == "refused"
+    assert names_on(server, ".kv") == []
+    record = ChainRecord(1.0, 1, (SharedExtent("x" * MAX_RECORD_BYTES, "k", "00", 1, 1, 0, 1),))
+    assert parse_chain(record.to_bytes()) is None
+    short = replace(record, extents=(replace(record.extents[0], name="x"),))
+    assert parse_chain(short.to_bytes()) == short
+    variants = write_chunks([ChunkRecord(False, (), short)] * (2 * MAX_A_CHUNK))
+    assert len(parse_chunks(variants)) == MAX_A_CHUNK
 
 
 def test_a_tier_that_is_gone_is_a_miss_and_is_left_alone_for_a_while(node: Node, server: RedisServer) -> None:

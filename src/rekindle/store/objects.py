@@ -13,6 +13,7 @@ from typing import Protocol
 from rekindle.core.plan import SharedTierName
 
 Buffer = bytes | bytearray | memoryview
+MAX_SMALL_BYTES = 1 << 20  # of an object that `get_many` reads: writers of a tier are not trusted
 
 
 class TierFailed(OSError):
@@ -36,7 +37,8 @@ class ObjectStore(Protocol):
         """What replies and metrics call it."""
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Small objects, in one round trip or in parallel; None for one that does not exist."""
+        """Small objects, in one round trip or in parallel; None for one that does not exist, is empty, or is
+        larger than `MAX_SMALL_BYTES`: not much more than that is read of it."""
 
     def get_ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | None]:
         """Parts of objects, in one round trip or in parallel; None where the object does not have all of the range."""

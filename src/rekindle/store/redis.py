@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import urlsplit
 
 from rekindle.addresses import is_loopback
 from rekindle.core.plan import SharedTierName
 from rekindle.errors import ExtraMissing, InvalidSetting
-from rekindle.store.objects import Buffer, ByteRange, TierFailed
+from rekindle.store.objects import MAX_SMALL_BYTES, Buffer, ByteRange, TierFailed
 
 try:
     import redis
@@ -76,9 +75,11 @@ class RedisObjects:
         self._reserve = self._client.register_script(_RESERVE)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        with _failing():
-            found: list[Any] = self._client.mget([self._value(key, 0) for key in keys]) if keys else []
-            return found
+        with _failing(), self._client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.getrange(self._value(key, 0), 0, MAX_SMALL_BYTES)
+            found: list[bytes] = pipeline.execute()
+        return [data if 0 < len(data) <= MAX_SMALL_BYTES else None for data in found]
 
     def get_ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | None]:
         with _failing(), self._client.pipeline(transaction=False) as pipeline:

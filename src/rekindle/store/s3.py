@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rekindle.core.plan import SharedTierName
 from rekindle.errors import ExtraMissing, InvalidSetting
-from rekindle.store.objects import Buffer, ByteRange, TierFailed
+from rekindle.store.objects import MAX_SMALL_BYTES, Buffer, ByteRange, TierFailed
 
 try:
     import obstore
@@ -67,7 +67,11 @@ class S3Objects:
         self._unlisted_bytes = 0
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        return self._in_parallel(lambda key: bytes(obstore.get(self._store, key).bytes()), keys)
+        def fetch(key: str) -> bytes:
+            found = obstore.get(self._store, key)  # its bytes come when they are asked for
+            return bytes(found.bytes()) if found.meta["size"] <= MAX_SMALL_BYTES else b""
+
+        return [data or None for data in self._in_parallel(fetch, keys)]
 
     def get_ranges(self, wanted: Sequence[ByteRange]) -> list[bytes | None]:
         by_key: dict[str, list[int]] = {}

@@ -17,8 +17,11 @@ from typing import Any
 from rekindle.safe_read import parse_untrusted_json
 from rekindle.store.catalog.catalog import Extent
 from rekindle.store.extents import BaseFile
+from rekindle.store.objects import MAX_SMALL_BYTES
 
 _FORMAT = "rekindle-shared/1"
+MAX_RECORD_BYTES = MAX_SMALL_BYTES * 15 // 16  # of some three thousand extents; encryption adds a little
+MAX_A_CHUNK = 4  # variants
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ def write_chunks(records: Sequence[ChunkRecord]) -> bytes:
 def parse_chunks(data: bytes | None) -> list[ChunkRecord]:
     """What was written; what is not ours is left out."""
     fields, found = _read(data), list[ChunkRecord]()
-    for one in fields.get("variants", ()) if fields is not None else ():
+    variants = fields.get("variants") if fields is not None else None
+    for one in variants[:MAX_A_CHUNK] if isinstance(variants, list) else ():
         try:
             chain = parse_chain(one["chain"].encode())
             columns = tuple(bytes.fromhex(value) if isinstance(value, str) else value for value in one["columns"])
@@ -156,7 +160,7 @@ def _write(fields: Mapping[str, Any]) -> bytes:
 
 def _read(data: bytes | None) -> dict[str, Any] | None:
     try:
-        fields = None if data is None else parse_untrusted_json(data)
+        fields = None if data is None or len(data) > MAX_RECORD_BYTES else parse_untrusted_json(data)
     except ValueError:
         return None
     return fields if isinstance(fields, dict) and fields.get("format") == _FORMAT else None

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from urllib.parse import quote
 
@@ -37,14 +37,23 @@ from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
 from rekindle.store.files import Files, Handle
 from rekindle.store.objects import ByteRange, ObjectStore, TierFailed
 from rekindle.store.prefix_index import Match, Piece
-from rekindle.store.shared_record import ChainRecord, ChunkRecord, SharedExtent, parse_chain, parse_chunks, write_chunks
+from rekindle.store.shared_record import (
+    MAX_A_CHUNK,
+    MAX_RECORD_BYTES,
+    ChainRecord,
+    ChunkRecord,
+    SharedExtent,
+    parse_chain,
+    parse_chunks,
+    write_chunks,
+)
 
 _RECORD_BLOCKS = 8  # between two records
 _EARLY_RECORDS = (1, 2, 4)  # and after these numbers of blocks: short beginnings are shared most
 _PROBES = 32  # records asked for at once
 _CLAIM_SECONDS = 60.0
 _QUIET_SECONDS = 10.0  # without questions, after a failure
-_MAX_A_CHUNK = 4  # variants
+_MAX_HEADER_BYTES = 64 << 20  # of the extents that one record names, or those of a prompt's chunks
 _MAX_KNOWN, _MAX_SCOPES = 1024, 64  # remembered
 
 
@@ -159,14 +168,16 @@ class SharedTier:
                 if known.blocks >= whole:
                     return "known"
                 new = [one for one in own if min(one.depth + one.blocks, whole) > known.blocks]
+                first = new[0].depth if new else whole
+                record = ChainRecord(known.kept, whole, (*known.until(first).extents, *new))
+                if len(record.to_bytes()) > MAX_RECORD_BYTES:
+                    return "refused"
                 for extent in _with_bases(new):
                     if not self._put_extent(kv_space, extent, read):
                         return "refused"
                 if not present():
                     self.objects.remove([self._extent_key(kv_space, extent.name) for extent in new])
                     return "barred"
-                first = new[0].depth if new else whole
-                record = ChainRecord(known.kept, whole, (*known.until(first).extents, *new))
                 for point, key, there in zip(points, keys, self.objects.contains(keys), strict=True):
                     if point > first or not there:
                         self.objects.put(key, (record if point == whole else record.until(point)).to_bytes())
@@ -181,7 +192,7 @@ class SharedTier:
             others = [
                 one for one in parse_chunks(self.objects.get_many([key])[0]) if one.columns[:2] != record.columns[:2]
             ]
-            self.objects.put(key, write_chunks([record, *others][:_MAX_A_CHUNK]))
+            self.objects.put(key, write_chunks([record, *others][:MAX_A_CHUNK]))
 
     def chain_of(self, kv_space: KvSpace, match: Match) -> ChainRecord | None:
         """The record of a prompt, as deep as there is one."""
@@ -281,6 +292,8 @@ class SharedTier:
         """Fetch the headers of extents and of their bases, so that they can be opened; returns the names of those that
         exist."""
         every = list(_with_bases(wanted))
+        sums = accumulate(extent.header_bytes for extent in every)
+        every = [extent for extent, read_bytes in zip(every, sums, strict=True) if read_bytes <= _MAX_HEADER_BYTES]
         heads = self.objects.get_ranges(
             [ByteRange(self._extent_key(kv_space, one.name), 0, one.header_bytes) for one in every]
         )
