@@ -5,6 +5,6 @@ FROM vllm/vllm-openai:${VLLM}
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-RUN pip install --no-cache-dir ".[vllm]"
+RUN pip install --no-cache-dir ".[vllm,redis,s3,crypto]"
 ENV REKINDLE_HOME=/data
 VOLUME /data
