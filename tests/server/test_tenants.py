@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from rekindle.errors import InvalidSetting
+from rekindle.engine.base import Logits, Row
+from rekindle.errors import (
+    AdapterRefused,
+    BrokenModel,
+    CacheUnusable,
+    InvalidPrompt,
+    InvalidSetting,
+    ModelNotFound,
+    NothingKnown,
+    RekindleError,
+)
 from rekindle.server.auth import ApiKeys
+from rekindle.server.errors import api_error_of
 from tests.server.conftest import Serve
-from tests.server.serving import ADMIN, ALICE, BOB, Asking, Served, eventually
+from tests.server.serving import ADMIN, ALICE, BOB, Asking, Gated, Served, eventually
 
 SECRET = "The vault of the bank opens with the word kestrel and the number 5519, which nobody else may know."
 OWN = "/v1/rekindle"
@@ -63,6 +75,32 @@ def test_a_salt_cannot_be_made_to_look_like_another_tenant(keyed: Served) -> Non
 def test_fields_of_the_body_do_not_choose_the_tenant(told: Served) -> None:
     reply = told.chat(SECRET, BOB, tenant="alice", app_id="alices-app", user="alice", session_id="alice")
     assert cached(reply) == 0 and reply["rekindle"]["ignored"] == ["tenant"]
+
+
+@pytest.mark.parametrize("error", [BrokenModel, ModelNotFound, CacheUnusable, InvalidSetting, AdapterRefused])
+def test_no_error_shows_a_tenant_the_paths_of_the_server(
+    serve: Serve, error: type[RekindleError], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Gated):
+        def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+            raise error("/srv/rekindle/models/own model.gguf cannot be read. Get it again.")
+
+    keyed = serve(Failing(), keys=ApiKeys([f"alice={ALICE}"], [ADMIN]))
+    chat = {"messages": [{"role": "user", "content": "Where is the file /etc/alices/own?"}], "max_tokens": 2}
+    for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+        for stream in (False, True):
+            said = keyed.post(path, ALICE, model="fake-0", stream=stream, **chat).text
+            assert "its log says why" in said and "srv" not in said and "own model" not in said, path
+            assert (
+                "/srv/rekindle/models/own model.gguf"
+                in keyed.post(path, ADMIN, model="fake-0", stream=stream, **chat).text
+            )
+    assert "/srv/rekindle/models/own model.gguf cannot be read" in caplog.text
+
+
+def test_a_refused_request_is_told_its_own_words() -> None:
+    assert api_error_of(InvalidPrompt("The name '/etc/alices/own' is refused.")).message.startswith("The name '/etc/")
+    assert api_error_of(NothingKnown("")).message.endswith("POST /v1/rekindle/documents.")
 
 
 def test_stats_hold_what_is_ones_own(told: Served) -> None:

@@ -95,7 +95,7 @@ def _handler(endpoint: Endpoint, host: Host) -> Callable[[HttpRequest], Awaitabl
             if host.stopping:
                 raise ApiError(503, "The server is stopping. Try again soon.", headers=_SOON)
             call = replace(call, caller=_identify(http, host, endpoint))
-            current_record().tenant = call.caller.tenant
+            current_record().tenant, current_record().operator = call.caller.tenant, call.caller.operator
             body: RequestBody | None = None
             if endpoint.body is not None:
                 sent = _checked(await _read(http, host))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 
 from rekindle.errors import (
@@ -25,8 +26,10 @@ from rekindle.errors import (
     RekindleError,
     RequestError,
 )
+from rekindle.server.server_log import current_record
 
 log = logging.getLogger("rekindle.server")
+_PATH = re.compile(r"(?<![\w./:])/(?!v1/)[\w.~-]|\b[A-Za-z]:\\")
 _MAX_MESSAGE_CHARACTERS = 2000  # of which the first and the last half are shown of a longer one
 
 
@@ -64,10 +67,20 @@ class ApiError(Exception):
 def api_error_of(error: Exception, prompt_field: str = "messages") -> ApiError:
     """The API error for an exception. An unexpected one is logged, and its details are not sent.
 
-    `prompt_field` is what the request calls its prompt.
+    Only operators get paths of this machine. `prompt_field` is what the request calls its prompt.
     """
     if isinstance(error, ApiError):
         return error
+    problem = _problem_of(error, prompt_field)
+    if isinstance(error, RequestError) or current_record().operator or not _PATH.search(problem.message):
+        return problem  # a request's own words may look like a path
+    if problem.status < 500:  # the others are in the log already
+        log.error("%s", error)
+    message = "The server cannot do this: its log says why. Ask the person who runs it."
+    return ApiError(problem.status, message, code=problem.code, headers=problem.headers)
+
+
+def _problem_of(error: Exception, prompt_field: str) -> ApiError:
     if isinstance(error, ContextOverflow):
         numbers = (error.prompt_tokens, error.context_tokens)
         return ApiError(400, str(error), code="context_length_exceeded", param=prompt_field, overflow=numbers)

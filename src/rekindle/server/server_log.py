@@ -33,6 +33,7 @@ class AccessRecord:
     path: str
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(12)}")
     tenant: str | None = None
+    operator: bool = False  # not logged
     status: int | None = None
     outcome: str | None = None  # why the reply ended; disconnected, 4xx or 5xx if it did not
     prompt_tokens: int | None = None
