@@ -77,6 +77,24 @@ def test_a_folder_of_another_user_is_left_alone(home: Path, monkeypatch: pytest.
     assert mode(home) == 0o755
 
 
+def test_a_file_system_without_permissions_and_a_user_without_a_home_are_no_reason_to_fail(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.mkdir(parents=True)
+
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    make_private_folder(home / "models")
+    for variable in ("REKINDLE_HOME", "XDG_DATA_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    write_json(home / "rekindle" / "costs.json", {})
+    assert mode(home / "rekindle") == 0o700
+
+
 def test_a_folder_elsewhere_that_is_there_keeps_its_mode(home: Path, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir(mode=0o755)
     make_private_folder(tmp_path / "shared")

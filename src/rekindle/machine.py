@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -100,17 +101,21 @@ def make_private_folder(folder: Path) -> None:
     for missing in reversed([path for path in folder.parents if not path.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    homes = {home_folder(), data_folder()}
+    homes = set[Path]()
+    for place in (home_folder, data_folder):
+        with contextlib.suppress(RuntimeError):  # a user without a home
+            homes.add(place())
     for path in (folder, *folder.parents):
         if homes.intersection((path, *path.parents)) and (_holds_only_ours if path in homes else _is_no_link)(path):
             narrow(path)
 
 
 def narrow(path: Path) -> None:
-    """Remove other users' permissions from a file or folder, if it is this user's."""
-    about = path.stat()
-    if os.name == "posix" and about.st_mode & 0o077 and about.st_uid == os.geteuid():
-        path.chmod(about.st_mode & 0o700)
+    """Remove other users' permissions from a file or folder, if it is this user's and its file system has them."""
+    with contextlib.suppress(OSError):
+        about = path.stat()
+        if os.name == "posix" and about.st_mode & 0o077 and about.st_uid == os.geteuid():
+            path.chmod(about.st_mode & 0o700)
 
 
 def narrow_tree(folder: Path) -> None:
@@ -128,7 +133,9 @@ _OWN_FOLDERS = {"cache", "models", "servers", "usage", "knowledge", "lost+found"
 
 
 def _holds_only_ours(home: Path) -> bool:
-    return all(path.name in _OWN_FOLDERS or ".json" in path.name for path in home.iterdir())
+    with contextlib.suppress(OSError):
+        return all(path.name in _OWN_FOLDERS or ".json" in path.name for path in home.iterdir())
+    return False
 
 
 def _is_no_link(path: Path) -> bool:

@@ -6,8 +6,6 @@ here works without a model and without torch.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import sqlite3
 import time
@@ -26,6 +24,7 @@ from rekindle.core.kv import Kv, Span
 from rekindle.core.scope import AppRef
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound
+from rekindle.machine import narrow
 from rekindle.store.catalog import app_rows, catalog, variant_rows
 from rekindle.store.catalog.database import WRITE_TIMEOUT_SECONDS, Connect, Database
 from rekindle.store.delta_base import DeltaBase, encode, find_base, open_extent
@@ -83,7 +82,7 @@ class DiskStore:
             log_bytes=self._log_bytes(settings),
             claim=self.place.claim,
         )
-        self._narrow()
+        narrow(self.folder)
         self.extents = ExtentFiles(self.folder / EXTENTS, machine.files, self.digester)
         self.room = DiskSpace(self.place, settings, self.database, self.extents, machine.clock)
 
@@ -314,12 +313,6 @@ class DiskStore:
         except OSError as error:
             raise CacheUnusable(f"The cache folder {self.folder} cannot be used: {error}.") from error
         return max(_MIN_LOG_BYTES, min(_MAX_LOG_BYTES, size_bytes // 6))
-
-    def _narrow(self) -> None:
-        """Remove other users' permissions from an existing folder."""
-        with contextlib.suppress(OSError):  # not ours to change: then its owner decides
-            if os.name == "posix" and self.folder.stat().st_mode & 0o077:
-                self.folder.chmod(0o700)
 
     def close(self) -> None:
         """Close everything. Idempotent."""
