@@ -19,9 +19,6 @@ from rekindle.cache.miss_reason import MissEvidence, reason_of
         (MissEvidence(30, 8), "ends", "Everything the cache has of this prompt is reused; the rest is new."),
         (MissEvidence(30, 8, asked=20), "gone",
          "An earlier prompt shares 12 more tokens, but that KV is not in the cache: evicted, removed, or never kept."),
-        (MissEvidence(30, 8, asked=20, scarce="the budget is low"), "gone",
-         "An earlier prompt shares 12 more tokens, but that KV is not in the cache: perhaps not kept, because the "
-         "budget is low."),
         (MissEvidence(30, 8, asked=10, asked_age=9.0, ttl_seconds=5.0), "expired",
          "2 more tokens had been kept, but the ttl has expired."),
         (MissEvidence(30, 0, elsewhere=(2, ("adapter", "tenant"), "tiny")), "elsewhere",

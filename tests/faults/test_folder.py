@@ -308,7 +308,7 @@ def test_what_expired_can_be_kept_again(tmp_path: Path) -> None:
 
 def test_a_clock_that_was_ahead_does_not_spend_the_write_budget_for_ever(tmp_path: Path) -> None:
     clock = Clock(NOW + 365 * 86400)
-    settings = StoreSettings(disk_limit="50MB", memory_limit=0, write_budget=3_334)  # 10,000 are saved up
+    settings = StoreSettings(disk_limit="50MB", memory_limit=0, write_budget=10_000)
     with TieredStore(tmp_path / "cache", settings, Machine(clock=clock)) as store:
         assert keep(store, prompt(1)).outcome == "kept"
         assert keep(store, prompt(2)).outcome == "refused"

@@ -353,17 +353,6 @@ def test_load_and_battery_are_in_the_way(own: Session, monkeypatch: pytest.Monke
     assert Idle(own, options(conditions=IdleConditions(max_load=1.0), rounds=0)).run()
 
 
-def test_a_low_write_budget_is_left_to_people(own: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "on_mains", lambda: True)
-    monkeypatch.setattr(CpuLoad, "others", lambda self: 0.0)
-    store = own.cache.store
-    assert store is not None
-    with store.disk.database.writing() as connection:
-        store.disk.room.add_written(connection, 10**11)
-    idle = Idle(own, options(conditions=IdleConditions()))
-    assert idle.run() == [] and "the write budget (40.0 GB a day) is low" in str(idle.blocked_by)
-
-
 def test_with_answers_off_only_what_questions_begin_with_is_computed(tmp_path: Path, embedder: str) -> None:
     with session(tmp_path, embedder, answers="off") as own:
         assert actions(Idle(own, OPTIONS).run()) == ["warm"]

@@ -545,7 +545,7 @@ def test_limits_hold_at_every_moment(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_the_write_budget_counts_what_is_written_to_rebase(tmp_path: Path, clock: Clock) -> None:
-    with TieredStore(tmp_path / "c", replace(ROOMY, write_budget=6_667), Machine(clock=clock)) as store:
+    with TieredStore(tmp_path / "c", replace(ROOMY, write_budget=20_000), Machine(clock=clock)) as store:
         keep_all(store, kv_spaces=(BASE, ONE))
         store.disk.remove(rows_of(store, BASE))
         assert load(store, T, ONE) == 0, "becoming whole would have gone over the budget"

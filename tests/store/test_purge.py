@@ -314,7 +314,7 @@ def test_where_there_is_no_room_for_a_copy_the_whole_file_goes(tmp_path: Path) -
     with TieredStore(folder, replace(ROOMY, write_budget=1 << 20)) as store:
         keep(store, [*numbers(1, 640), *secret])
         with store.disk.database.writing() as connection:
-            store.disk.room.add_written(connection, 3 << 20)
+            store.disk.room.add_written(connection, 1 << 20)
         purge(store, secret)
         assert traces(folder, secret) == [] and load(store, numbers(1, 640)) == 0
         assert check(store.disk).problems == ()

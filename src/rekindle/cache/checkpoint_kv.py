@@ -195,7 +195,7 @@ class CheckpointKv(StoredKv):
         (name,) = _names(context.tokens, [count])
         job = WriteJob(space, tuple(name.ids(len(kv.span))), kv.part)
         job.is_text = False
-        job.guard, job.app_ref, job.wanted = context.guard, context.app_ref, context.wanted
+        job.guard, job.app_ref = context.guard, context.app_ref
         job.detach()
         if self.writer.offer(job):
             context.checkpoint_tokens = count

@@ -39,7 +39,6 @@ class Context:
         self.tokens: tuple[int, ...] = ()  # as many as are present in the sequence
         self.prompt_tokens = 0  # number of tokens that were prefilled; the others were decoded
         self.passing = False  # used by one request only: nothing is written
-        self.wanted = False  # its prompt was asked for only to be kept
         self.ended = True  # whether its reply is complete: then it is written for the last time
         self.guard: WriteGuard | None = None  # decides whether it may be written
         self.app_ref: AppRef | None = None  # the app that it was computed for
@@ -92,7 +91,6 @@ class Context:
         job = WriteJob(self.kv_space, self.tokens[:count], self.sequence.export, known=known)
         job.guard, job.app_ref, job.last = self.guard, self.app_ref, self.ended
         job.shared_tokens, job.lossy = self.shared_tokens, self.quantized_tokens > 0
-        job.wanted = self.wanted or (self.inflight is not None and self.inflight.waiting > 0)
         self._keeps = [*(other for other in self._keeps if not other.detached), job]
         return job
 

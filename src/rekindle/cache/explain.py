@@ -297,7 +297,6 @@ class Explainer:
             elsewhere=max(there, key=lambda found: found[0], default=(0, (), "")),
             goes_on=goes_on,
             ttl_seconds=self.store.settings.ttl_seconds,
-            scarce=self.store.why_scarce() if self.everyone else None,  # others' writing is not theirs to see
         )
 
     def _change(self, prompt: Prompt) -> ChangingText | None:

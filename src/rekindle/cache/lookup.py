@@ -38,7 +38,6 @@ class CacheLookup:
     inflight: InflightPrefill | None = None  # others may wait for it
     passages: ChunkMatches | None = None  # if passages may come from other prompts
     app_ref: AppRef | None = None  # the app that asks
-    wanted: bool = False  # asked for only to be kept
     parked_goes_on: bool = False  # the parked context had more tokens than the prompt shares with it
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:

@@ -51,7 +51,6 @@ class MissEvidence:
     content     how much of what was asked, in parts, an earlier request on the same KV space had in common
     elsewhere   the same for requests on other KV spaces, with what differs
     goes_on     whether something known goes on otherwise where the reuse ends
-    scarce      why only what was seen before is written now
     times       expected seconds with the load that was refused, and of computing everything
     refused     the text of earlier prompts that is not reused
     """
@@ -65,7 +64,6 @@ class MissEvidence:
     goes_on: bool = False
     miss: str | None = None
     ttl_seconds: float | None = None
-    scarce: str | None = None
     times: tuple[float | None, float | None] = (None, None)
     refused: RefusedChunks | None = None
 
@@ -90,10 +88,8 @@ def reason_of(evidence: MissEvidence) -> Reason:
             return Reason(
                 "expired", f"{count_of(lost, 'more token', 'more tokens')} had been kept, but the ttl has expired."
             )
-        scarce = evidence.scarce
-        why = "evicted, removed, or never kept" if scarce is None else f"perhaps not kept, because {scarce}"
         return Reason("gone", f"An earlier prompt shares {count_of(lost, 'more token', 'more tokens')}, but that KV is "
-                              f"not in the cache: {why}.")  # fmt: skip
+                              "not in the cache: evicted, removed, or never kept.")  # fmt: skip
     if others > evidence.content:
         named = " and ".join(differences) or "setting"
         what = f" ({model})" if model else ""

@@ -276,11 +276,10 @@ class PrefixCache:
         if not takes_parked:  # at once: the request that it belongs to may come
             self.park(parked)
             parked = None
-        own, wanted = Matches(len(tokens), in_engine), request.max_tokens == 0
+        own = Matches(len(tokens), in_engine)
         nothing = CacheLookup(
-            kv_space, tokens, own, parked, guard=guard, passages=passages, app_ref=app_ref, wanted=wanted,
-            parked_goes_on=goes_on,
-        )  # fmt: skip
+            kv_space, tokens, own, parked, guard=guard, passages=passages, app_ref=app_ref, parked_goes_on=goes_on
+        )
         if in_engine >= len(tokens) - 1:
             return nothing
         try:
@@ -449,8 +448,7 @@ class PrefixCache:
 
 def _begin(context: Context, lookup: CacheLookup) -> None:
     context.passing, context.inflight, context.guard = lookup.off, lookup.inflight, lookup.guard
-    context.prompt_tokens, context.app_ref = len(lookup.tokens), lookup.app_ref
-    context.wanted, context.ended = lookup.wanted, False
+    context.prompt_tokens, context.app_ref, context.ended = len(lookup.tokens), lookup.app_ref, False
     context.stored_tokens = max(lookup.stored_tokens, context.stored_tokens)
     context.origin_miss = None
 

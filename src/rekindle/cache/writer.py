@@ -75,7 +75,6 @@ class WriteJob:
         self.then: Callable[[], None] | None = None  # called when it is done, whatever the outcome
         self.guard: WriteGuard | None = None
         self.app_ref: AppRef | None = None  # the app it was computed for
-        self.wanted = False  # asked for only to be kept, or somebody waits for it
         self.last = True  # whether no other job of the same request follows
         self.is_text = True  # whether the tokens are those of a prompt, which others may quote
         self.shares = False  # whether it goes to shared tiers too
@@ -104,7 +103,7 @@ class WriteJob:
         return self._do(store)
 
     def _do(self, store: TieredStore) -> str:
-        gap = store.admit(self.kv_space, self.tokens, wanted=self.wanted, last=self.last)
+        gap = store.admit(self.kv_space, self.tokens, last=self.last)
         if isinstance(gap, Kept):
             self._drop()
             self.kept = gap.outcome == "known"

@@ -155,12 +155,9 @@ def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list
 def _budget_left(found: dict[str, Any]) -> str:
     if found["write_budget_left_bytes"] is None:
         return "no limit" if found["write_budget"] is None else "none: the folder can only be read"
-    low, refused = found["write_budget_low"], found["refused_day_writes"]
-    return (
-        f"{human_bytes(found['write_budget_left_bytes'])} to write, and {parse_limit(found['write_budget'])} more a day"
-        + ("" if low is None else f"; {low}: only what was seen before is kept")
-        + (f"; {count_of(refused, 'write')} refused in the last day" if refused else "")
-    )
+    left, refused = human_bytes(found["write_budget_left_bytes"]), found["refused_day_writes"]
+    refusals = f"; {count_of(refused, 'write')} refused in the last day" if refused else ""
+    return f"{left} of {parse_limit(found['write_budget'])} a day{refusals}"
 
 
 @cache.command()

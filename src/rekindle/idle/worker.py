@@ -187,7 +187,7 @@ class IdleWorker:
 
     stop         setting it stops the work within a token
     spent        the total cost so far
-    blocked_by   why it does not continue, if because of load, battery or the write budget
+    blocked_by   why it does not continue, if because of load or battery
     """
 
     def __init__(
@@ -218,9 +218,7 @@ class IdleWorker:
         now = time.monotonic()
         if self._conditions is not None and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
-            store = self._session.cache.store
-            low = None if store is None else store.why_scarce()  # what is left is for people
-            self.blocked_by = blocked_by(self._conditions, self._load.others(), on_mains()) or low
+            self.blocked_by = blocked_by(self._conditions, self._load.others(), on_mains())
         return self.blocked_by is None
 
     def compute(self, request: Request) -> WorkResult:

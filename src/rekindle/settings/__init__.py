@@ -277,8 +277,7 @@ class Settings(_Loadable):
     )
     write_budget: str | None = _retention(
         "40GB",
-        "Maximum written a day, to spare the disk; what is not written adds up, to three days of it. When less "
-        "than a quarter is left, only what was seen before is written. none: no limit.",
+        "Maximum written within any 24 hours, to spare the disk; none: no limit.",
         kind=a_size("40GB"),
     )
     key_file: str | None = _retention(

@@ -32,7 +32,7 @@ from rekindle.store.disk_space import DiskSpace, Reservation
 from rekindle.store.extents import CodedExtent, Damaged, ExtentFiles, OpenExtent
 from rekindle.store.files import Files
 from rekindle.store.folder import CATALOG, EXTENTS, CacheFolder
-from rekindle.store.limits import NoRoom, Refused, WriteBudget, count_seen, remember_seen
+from rekindle.store.limits import NoRoom, Refused, count_seen, remember_seen
 from rekindle.store.settings import StoreSettings
 
 OnPublish = Callable[[sqlite3.Connection, int], None]  # with the number of the KV space
@@ -97,27 +97,27 @@ class DiskStore:
             number = catalog.kv_space_id(connection, self.kv_space_digest(kv_space))
             yield None if number is None else catalog.View(connection, number, self.room.fresh(), lost)
 
-    def admit(
-        self, kv_space: KvSpace, keys: Sequence[NodeKey], size_bytes: int, *, wanted: bool = False, last: bool = True
-    ) -> int:
-        """How many of the chained keys may be written, whose KV takes about `size_bytes`: all; on second use, which
-        holds too while the write budget is low, those seen before.
+    def admit(self, kv_space: KvSpace, keys: Sequence[NodeKey], size_bytes: int, *, last: bool = True) -> int:
+        """How many of the chained keys may be written, whose KV takes about `size_bytes`: all; on second use, those
+        seen before. Raises `Refused` if none may be.
 
-        `wanted`: somebody asked for it to be kept, so that a low budget does not matter. `last`: the keys are recorded
-        as seen, and a refusal counts; else more of the same request follows. Raises `Refused` if none may be.
+        `last`: the keys are recorded as seen, and a refusal counts; else more of the same request follows.
         """
-        budget = self.write_budget()
-        low = None if budget is None or wanted else budget.why_scarce()
         count = len(keys)
-        if low is not None or self.settings.admission == "second-use":
+        if self.settings.admission == "second-use":
             count = self._count_seen(kv_space, keys, remember=last)
-        reason = None if budget is None else budget.why_refused(size_bytes * count // len(keys))
-        if reason is None and count:
-            return count
-        if last and (reason or low):
-            with self.database.writing() as connection:
-                self.room.add_refused(connection)
-        raise Refused(reason or "it was seen for the first time" + ("" if low is None else f", and {low}"))
+        if not count:
+            raise Refused("it was seen for the first time")
+        try:
+            with self.database.reading() as connection:
+                if not self.database.read_only:
+                    self.room.check_budget(connection, size_bytes * count // len(keys))
+        except Refused:
+            if last:
+                with self.database.writing() as connection:
+                    self.room.add_written(connection, 0, refused=1)
+            raise
+        return count
 
     def _count_seen(self, kv_space: KvSpace, keys: Sequence[NodeKey], *, remember: bool) -> int:
         with self.database.writing() as connection:
@@ -130,11 +130,6 @@ class DiskStore:
                 max_count = self.room.max_seen(self.room.limit_bytes(self.room.used_bytes(connection)))
                 remember_seen(connection, number, keys, self.clock(), max_count)
             return seen
-
-    def write_budget(self) -> WriteBudget | None:
-        """What may be written now; None: there is no budget, or the folder can only be read."""
-        with self.database.reading() as connection:
-            return None if self.database.read_only else self.room.write_budget(connection)
 
     def keep(
         self,

@@ -1,7 +1,6 @@
 """The limits of a folder: bytes on disk, bytes written a day, the age of KV, and admission on second use.
 
-The write budget is a leaky bucket. What is written is spent, and a day's size is given back every day, so what is not
-spent adds up, to three days at most. It is in the catalog: all processes spend the same.
+The write budget is a cap: what all processes write within any 24 hours, counted in the catalog, stays within it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.core.keys import NodeKey
@@ -24,8 +22,6 @@ from rekindle.store.settings import StoreSettings
 _SEEN_ROWS, _BYTES_A_SEEN_ROW, _LIMIT_BYTES_A_SEEN_ROW = 50_000, 100, 8000
 # What pinned extents may take of the limit, all of them and those of one tenant: others must find something to evict.
 _PINNED_SHARE, _PINNED_SHARE_A_TENANT = 0.5, 0.25
-# Unspent days that add up, and the share of them from which on only what was seen before is written.
-_SAVED_DAYS, _SCARCE_SHARE = 3, 0.25
 _DAY_MINUTES, _BEHIND_MINUTES = 1440, int(BEHIND_SECONDS // 60)
 
 
@@ -48,49 +44,6 @@ class LimitTooSmall(NoRoom):
             f"{human_bytes(limit_bytes)}. Set a larger disk_limit (--disk-limit 2GB), put the cache on another disk, "
             "or make room on this one"
         )
-
-
-@dataclass(frozen=True)
-class WriteBudget:
-    """What may be written at the time `now`: a size a day, of which `spent_bytes` are not given back yet."""
-
-    day_bytes: int
-    spent_bytes: int
-    now: float
-
-    @property
-    def full_bytes(self) -> int:
-        """What is left when nothing was written for days."""
-        return _SAVED_DAYS * self.day_bytes
-
-    @property
-    def left_bytes(self) -> int:
-        return max(0, self.full_bytes - self.spent_bytes)
-
-    def why_scarce(self) -> str | None:
-        """Why only what was seen before is written, a clause for people; None: everything is."""
-        scarce_bytes = int(_SCARCE_SHARE * self.full_bytes)
-        if self.left_bytes >= scarce_bytes:
-            return None
-        return f"{self._name} is low until about {self._until(scarce_bytes)}"
-
-    def why_refused(self, size_bytes: int) -> str | None:
-        """Why `size_bytes` cannot be written, a clause for people; None if they can."""
-        if size_bytes <= self.left_bytes:
-            return None
-        if size_bytes > self.full_bytes:
-            return f"it takes {human_bytes(size_bytes)}, and {self._name} never allows that much at once"
-        return f"{self._name} is spent until about {self._until(size_bytes)}"
-
-    @property
-    def _name(self) -> str:
-        return f"the write budget ({human_bytes(self.day_bytes)} a day)"
-
-    def _until(self, size_bytes: int) -> str:
-        """The time of day when that much is left, with the weekday if it is not today."""
-        at = self.now + (size_bytes - self.left_bytes) * _DAY_MINUTES * 60 / self.day_bytes
-        today, then = time.localtime(self.now), time.localtime(at)
-        return time.strftime("%H:%M" if today[:3] == then[:3] else "%a %H:%M", then)
 
 
 class Limits:
@@ -127,7 +80,7 @@ class Limits:
     def used_bytes(self, connection: sqlite3.Connection) -> int:
         """What files and catalog take, with all that is reserved."""
         seen = 0
-        if self._settings.admission == "second-use" or self._settings.write_budget is not None:
+        if self._settings.admission == "second-use":
             seen = _SEEN_ROWS if self._limit.size_bytes is None else self.max_seen(self._limit.size_bytes)
         return catalog.total_bytes(connection) + self._database.claimed_bytes() + seen * _BYTES_A_SEEN_ROW
 
@@ -151,42 +104,44 @@ class Limits:
         if catalog.pinned_bytes(connection) > room * _PINNED_SHARE:
             raise PinRefused("What is pinned takes at most half of the cache's limit. Unpin other entries first.")
 
-    def write_budget(self, connection: sqlite3.Connection) -> WriteBudget | None:
-        """What may be written now; None: everything."""
-        day_bytes = self._settings.write_budget_bytes
-        return None if day_bytes is None else self.budget_of(connection, day_bytes)
-
-    def budget_of(self, connection: sqlite3.Connection, day_bytes: int) -> WriteBudget:
-        """What a budget of that size leaves beside what is being written."""
+    def budget_left(self, connection: sqlite3.Connection, day_bytes: int) -> int:
+        """What a write budget of that size leaves beside what is being written; below 0 if there was none before."""
         writing = "SELECT coalesce(sum(bytes), 0) FROM extents WHERE state='writing' AND state<>'live'"
         (busy,) = connection.execute(writing).fetchone()
-        return WriteBudget(day_bytes, self._spent(connection, day_bytes) + busy, self._clock())
+        return day_bytes - self.written(connection)["written_day_bytes"] - int(busy)
 
     def check_budget(self, connection: sqlite3.Connection, size_bytes: int) -> None:
-        """Raises `Refused` if writing `size_bytes` more would exceed the write budget."""
-        budget = self.write_budget(connection)
-        if budget is not None and (reason := budget.why_refused(size_bytes)):
-            raise Refused(reason)
-
-    def add_written(self, connection: sqlite3.Connection, size_bytes: int) -> None:
-        """Count bytes written now, and spend them if there is a budget."""
+        """Raises `Refused` if, with `size_bytes` more, a day would have more than the write budget."""
         day_bytes = self._settings.write_budget_bytes
-        spent = None if day_bytes is None else self._spent(connection, day_bytes) + size_bytes
-        self._count(connection, size_bytes, spent, 0)
+        if day_bytes is None or (excess := size_bytes - self.budget_left(connection, day_bytes)) <= 0:
+            return
+        name = f"the write budget ({human_bytes(day_bytes)} a day)"
+        if size_bytes > day_bytes:
+            raise Refused(f"it takes {human_bytes(size_bytes)}, and {name} never allows that much")
+        raise Refused(f"{name} is spent until about {self._until(connection, excess)}")
 
-    def add_refused(self, connection: sqlite3.Connection) -> None:
-        """Count a write that the budget refused."""
-        self._count(connection, 0, None, 1)
+    def _until(self, connection: sqlite3.Connection, excess: int) -> str:
+        """The time of day when so much was written more than a day ago, with the weekday if it is not today."""
+        now = last = self._minute(connection)
+        rows = "SELECT minute, bytes FROM bytes_written WHERE minute BETWEEN ? AND ? ORDER BY minute"
+        for minute, size_bytes in connection.execute(rows, (now - _DAY_MINUTES + 1, now)):
+            excess -= size_bytes
+            if excess <= 0:
+                last = minute
+                break
+        today, then = time.localtime(now * 60), time.localtime((last + _DAY_MINUTES) * 60)
+        return time.strftime("%H:%M" if today[:3] == then[:3] else "%a %H:%M", then)
 
-    def _count(self, connection: sqlite3.Connection, size_bytes: int, spent: int | None, refused: int) -> None:
+    def add_written(self, connection: sqlite3.Connection, size_bytes: int, *, refused: int = 0) -> None:
+        """Count bytes written now, and writes that the budget refused."""
         minute = self._minute(connection)
         connection.execute(
-            "INSERT INTO bytes_written (minute, bytes, spent, refused) VALUES (?,?,?,?) ON CONFLICT (minute) DO UPDATE "
-            "SET bytes=bytes+excluded.bytes, spent=coalesce(excluded.spent, spent), refused=refused+excluded.refused",
-            (minute, size_bytes, spent, refused),
+            "INSERT INTO bytes_written (minute, bytes, refused) VALUES (?,?,?) ON CONFLICT (minute) DO UPDATE "
+            "SET bytes=bytes+excluded.bytes, refused=refused+excluded.refused",
+            (minute, size_bytes, refused),
         )
         outside = "DELETE FROM bytes_written WHERE minute NOT BETWEEN ? AND ?"
-        connection.execute(outside, (minute - _SAVED_DAYS * _DAY_MINUTES, minute))
+        connection.execute(outside, (minute - _DAY_MINUTES + 1, minute))
 
     def written(self, connection: sqlite3.Connection) -> dict[str, int]:
         """Bytes written within the last hour and day, and writes that the budget refused within the day."""
@@ -198,19 +153,9 @@ class Limits:
         found = connection.execute(select, (minute - 60, minute - _DAY_MINUTES + 1, minute)).fetchone()
         return dict(zip(("written_hour_bytes", "written_day_bytes", "refused_day_writes"), found, strict=True))
 
-    def _spent(self, connection: sqlite3.Connection, day_bytes: int) -> int:
-        """What is spent and not given back yet."""
-        minute = self._minute(connection)
-        last = "spent IS NOT NULL AND minute<=? ORDER BY minute DESC LIMIT 1"
-        row = connection.execute(f"SELECT minute, spent FROM bytes_written WHERE {last}", (minute,)).fetchone()
-        if row is None:
-            return 0
-        then, spent = map(int, row)
-        return max(0, min(spent, _SAVED_DAYS * day_bytes) - day_bytes * (minute - then) // _DAY_MINUTES)
-
     def _minute(self, connection: sqlite3.Connection) -> int:
         """The minute by the clock. One that was set back a little stands still: else what it wrote would not count.
-        What one that was far ahead wrote does not: it would be spent for ever."""
+        What one that was far ahead wrote does not: it would count for ever."""
         minute = int(self._clock() // 60)
         latest = "SELECT max(minute) FROM bytes_written WHERE minute<=?"
         (known,) = connection.execute(latest, (minute + _BEHIND_MINUTES,)).fetchone()

@@ -107,12 +107,11 @@ def written(disk: DiskStore, day_bytes: int | None) -> dict[str, Any]:
     """
     with disk.database.reading() as connection:
         counts = {} if disk.database.read_only else disk.room.written(connection)
-        budget = None if day_bytes is None or not counts else disk.room.budget_of(connection, day_bytes)
+        left = None if day_bytes is None or not counts else disk.room.budget_left(connection, day_bytes)
     return {
         **dict.fromkeys(("written_hour_bytes", "written_day_bytes", "refused_day_writes"), 0),
         **counts,
-        "write_budget_left_bytes": None if budget is None else budget.left_bytes,
-        "write_budget_low": None if budget is None else budget.why_scarce(),
+        "write_budget_left_bytes": None if left is None else max(0, left),
     }
 
 

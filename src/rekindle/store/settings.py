@@ -25,7 +25,7 @@ class StoreSettings:
     killed_ttl_seconds  KV that only a killed app used goes after this time, if more than half of the limit is used;
                      None: when space is needed
     admission        keep always, or on second-use: only what was seen before
-    write_budget     bytes that may be written a day, to spare flash; unspent ones add up to three days; None: no limit
+    write_budget     bytes that may be written within 24 hours, to spare flash; None: no limit
     max_variants     variants of chunks listed for one KV space; the least used go first
     max_a_chunk      the same for one chunk
     max_fingerprints places of text listed for all KV spaces together; the oldest go first

@@ -188,11 +188,9 @@ class TieredStore:
 
     # -- writing: every failure is "not kept" ----------------------------------------------------------------------
 
-    def admit(
-        self, kv_space: KvSpace, tokens: Sequence[int], *, wanted: bool = False, last: bool = True
-    ) -> Span | Kept:
+    def admit(self, kv_space: KvSpace, tokens: Sequence[int], *, last: bool = True) -> Span | Kept:
         """The span of `tokens` that `keep` would take: not stored yet, and admitted; or why there is nothing to keep.
-        `wanted` and `last`: see `DiskStore.admit`."""
+        `last`: see `DiskStore.admit`."""
         match = self.lookup(kv_space, tokens)
         gap = match.gap()
         if gap is None:
@@ -204,7 +202,7 @@ class TieredStore:
             keys = chain(match.root, match.tokens)[gap.start // BLOCK_TOKENS :]
             shrinks = kv_space.adapter is not None or is_quantized(kv_space.codec)  # how much shows when it is coded
             size_bytes = len(gap) * kv_space.layout.token_bytes // (8 if shrinks else 1)
-            count = self.disk.admit(kv_space, keys, size_bytes, wanted=wanted, last=last)
+            count = self.disk.admit(kv_space, keys, size_bytes, last=last)
             return Span(gap.start, min(gap.start + count * BLOCK_TOKENS, gap.stop))
 
         return self._writing(admit, counted=last)
@@ -276,11 +274,6 @@ class TieredStore:
             return self._failures.writing(work, lambda reason: Kept("failed", reason))
         except Refused as refusal:
             return self._failures.refused(refusal) if counted else Kept("early", str(refusal))
-
-    def why_scarce(self) -> str | None:
-        """Why only what was seen before is written now; None if that is not so."""
-        budget = self._failures.reading(self.disk.write_budget, None)
-        return None if budget is None else budget.why_scarce()
 
     def _hold(self, written: Written, kv: Kv, part: Kv) -> None:
         """Hold what was just written in memory too; quantized KV later, as it was written."""

@@ -7,6 +7,7 @@ use: if the folder was deleted, replaced or set aside, or the process forked, th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sqlite3
 import threading
@@ -21,6 +22,8 @@ from typing import Any
 from rekindle.errors import CacheUnusable
 from rekindle.store.catalog.schema import APPLICATION_ID, MIGRATIONS, is_of_another_program, statements
 from rekindle.store.files import Files
+
+log = logging.getLogger("rekindle.store")
 
 READ_TIMEOUT_SECONDS = 0.2  # a lookup must not wait for long: a miss is cheaper
 WRITE_TIMEOUT_SECONDS = 10.0  # writing happens in the background
@@ -424,11 +427,12 @@ class Database:
         if self._check_version(connection) == len(self._migrations):
             return
         connection.execute("BEGIN EXCLUSIVE")
+        said: list[tuple[str]] = []
         try:
             done = self._check_version(connection)  # another process may have been first
             for number, script in enumerate(self._migrations[done:], start=done + 1):
                 for statement in statements(script):
-                    connection.execute(statement)
+                    said += connection.execute(statement).fetchall()
                 connection.execute(f"PRAGMA user_version={number}")
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute("COMMIT")
@@ -437,6 +441,8 @@ class Database:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
+        for (sentence,) in said:
+            log.warning("%s: %s.", self.path.parent, sentence)
 
     def _set_aside(self, channel: SharedConnection) -> None:
         """Rename an unreadable catalog, unless it belongs to another program; other processes find the new file."""

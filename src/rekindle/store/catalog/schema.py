@@ -1,4 +1,5 @@
-"""The tables of the catalog, as numbered migrations. Version N is what the first N of them give.
+"""The tables of the catalog, as numbered migrations. Version N is what the first N of them give. What a migration
+selects is a sentence for people: it is logged, once.
 
 blocks        one row per block: its node, its tokens, and where its KV is (extent, place). Clustered by extent, so that
               a run of blocks is one range. An extent's live rows are always its first places: tails go before heads.
@@ -15,8 +16,7 @@ requests      recent requests and their reuse, for `explain`: a bounded number, 
 apps          one row per app that sent requests: its state, the process it is tied to, and a digest of its salt.
 app_uses      which app used an extent's blocks, up to which place. Bounded; removed with the extent.
 seen_keys     keys met once, for admission on second use.
-bytes_written bytes written, by minute, and writes that the budget refused; `spent` is what was spent of the budget
-              then, empty for writes without one.
+bytes_written bytes written, by minute, and writes that the budget refused.
 totals        the sum of all extents' bytes, kept by triggers: limits are checked at every keep.
 clock         the latest time that was believed, and since when the clock has been odd: see store/evict.
 """
@@ -179,6 +179,14 @@ MIGRATIONS: tuple[str, ...] = (
         seal BLOB NOT NULL  -- of all above
     );
     CREATE UNIQUE INDEX fingerprints_key ON fingerprints (key, kv_space);
+    """,
+    """
+    SELECT 'the write budget is what may be written within any 24 hours now, and what is not written no longer adds '
+        || 'up. Set a larger write_budget if a day needs more' FROM bytes_written WHERE spent IS NOT NULL LIMIT 1;
+    CREATE TABLE written (minute INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, refused INTEGER NOT NULL DEFAULT 0);
+    INSERT INTO written SELECT minute, bytes, refused FROM bytes_written;
+    DROP TABLE bytes_written;  -- SQLite before 3.35 cannot drop a column
+    ALTER TABLE written RENAME TO bytes_written;
     """,
 )
 
