@@ -106,7 +106,7 @@ def test_the_built_wheel_has_everything_and_nothing_else(tmp_path: Path) -> None
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("static/*")]
     assert {str(path.relative_to(ROOT / "src")) for path in files} <= names
     assert "rekindle/py.typed" in names and not any("benchmarks" in name for name in names)
-    assert all(n.startswith(("rekindle/", "rekindle-")) for n in names)
+    assert all(n.startswith(("rekindle/", "rekindle_llm-")) for n in names)
     required = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra)", metadata, re.MULTILINE)
     assert "numpy" in required and "torch" not in required and "transformers" not in required
 
