@@ -41,6 +41,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "docs" / "guide").mkdir(parents=True)
     for name in GUIDE:
         shutil.copy(ROOT / "docs" / "guide" / name, folder / "docs" / "guide" / name)
+    shutil.copytree(ROOT / "docs" / "examples", folder / "docs" / "examples")
     lines = (ROOT / "LICENSE").read_text("utf-8").splitlines(keepends=True)
     (folder / "LICENSE").write_text("".join(lines[:LICENCE_LINES]), "utf-8")
     return folder

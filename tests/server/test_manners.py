@@ -228,7 +228,7 @@ def test_half_a_character_and_a_null_message_have_their_own_sentences(served: Se
     ("path", "says"),
     [
         ("/v1beta/models/x:generateContent", "Gemini's API is not served"),
-        ("/chat/completions", "Did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "Did you mean /v1/chat/completions?"),
         ("/api/create", "Did you mean /api/"),
         ("/v1/messages/batches", "There is no /v1/messages/batches."),
     ],
