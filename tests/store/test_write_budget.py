@@ -237,16 +237,27 @@ def test_a_catalog_of_before_goes_on_and_says_once_that_a_budget_no_longer_adds_
     ])  # fmt: skip
 
 
-def test_a_catalog_of_before_that_can_only_be_read_is_read(tmp_path: Path, clock: Clock, size: int) -> None:
-    with opened(tmp_path / "c", clock, size) as store:
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_catalog_of_before_that_can_only_be_read_is_read_and_stays_as_it_is(
+    tmp_path: Path,
+    clock: Clock,
+    size: int,
+    version: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with opened(tmp_path / "c", clock, None) as store:
         keep(store, prompt(0))
-        with store.disk.database.writing() as connection:
-            connection.execute("ALTER TABLE bytes_written DROP COLUMN refused")
-        store.disk.database.read_only = True
-        assert load(store, prompt(0)) == 640
+    make_older(tmp_path / "c", version, spent=10**9)
+    monkeypatch.setattr("rekindle.store.catalog.database.os.access", lambda *_: False)
+    with opened(tmp_path / "c", clock, size) as store:
+        assert store.disk.database.read_only and load(store, prompt(0)) == 640
         assert isinstance(store.admit(KV_SPACE, prompt(1)), Span) and store.counts.read_failures == 0
         found = report.written(store.disk, size)
         assert found["written_day_bytes"] == 0 and found["write_budget_left_bytes"] is None
+        with store.disk.database.reading() as rows:
+            assert rows.execute("PRAGMA user_version").fetchone() == (version,)
+    assert "no longer adds up" not in caplog.text
 
 
 def test_keys_seen_once_stay_within_the_limit(tmp_path: Path, clock: Clock) -> None:
