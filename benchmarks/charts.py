@@ -278,15 +278,6 @@ def _answers_guard(axes: Any, result: Result) -> None:
     lines(axes, values, "similarity threshold", "share answered from the bank")
 
 
-def _answers_foreseen(axes: Any, result: Result) -> None:
-    values = {}
-    rows = result["foresight"] or []
-    for name in dict.fromkeys(row["set"] for row in rows):
-        own = [row for row in rows if row["set"] == name]
-        values[name] = [row["stride"] for row in own], [row["first_passage_warm_share"] for row in own]
-    lines(axes, values, "questions predicted of each document", "share of questions with a warm passage")
-
-
 def _stream_ratios(axes: Any, result: Result) -> None:
     """Medians over traces, as multiples of computing; what takes more than twice as long is not shown."""
     rows = [row for row in result["rows"] if row["ttft_s"] is not None]
@@ -384,7 +375,7 @@ _PANELS: dict[str, list[Panel]] = {
     "text": [_text],
     "adapters": [_adapters_room, _adapters_time],
     "policies": [_policies],
-    "answers": [_answers_time, _answers_guard, _answers_foreseen],
+    "answers": [_answers_time, _answers_guard],
     "stream": [_stream_ratios, _stream_gain],
     "sparse": [_sparse("ratio", "prefill, dense = 1"), _sparse("kl", "KL of the next tokens from dense")],
     "slower": [_slower],

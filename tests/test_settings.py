@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from rekindle.cli.options import loading_options, server_options, serving_options, settings_options, takes
 from rekindle.errors import InvalidSetting
 from rekindle.machine import config_folder
-from rekindle.settings import GROUPS, SETTINGS, ServerSettings, Settings, names_in
+from rekindle.settings import GONE, GROUPS, SETTINGS, ServerSettings, Settings, names_in, warn_once
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
 NAMES = list(Settings.__annotations__)
@@ -130,6 +130,28 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(own_folder: Path) -> No
     (own_folder / "rekindle.toml").write_text('[store]\npolicy = "lru"')
     assert refusal(Settings.load).startswith(f"Unknown key in {own_folder}/rekindle.toml: 'store'.")
     assert "cache_salt" in refusal(lambda: Settings.load({"zzz": None}))  # nothing is near: all are named
+
+
+@pytest.mark.parametrize("where", ["file", "variable", "argument"])
+def test_a_setting_that_is_gone_has_no_effect_and_is_named_once_a_process(
+    where: str, own_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    if where == "file":
+        (own_folder / "rekindle.toml").write_text("idle_tflop = 5.0\nidle_seconds = 60")
+    given = {"idle_tflop": 5.0, "idle_seconds": 60} if where == "argument" else {}
+    variables = {"REKINDLE_IDLE_TFLOP": "5", "REKINDLE_IDLE_SECONDS": "60"} if where == "variable" else {}
+    for _ in range(2):
+        assert ServerSettings.load(given, environment=variables) == ServerSettings(idle_seconds="60")
+        Settings.load(environment=variables)
+    assert caplog.messages == [GONE["idle_tflop"]]
+    assert not GONE.keys() & SETTINGS.keys()
+    assert all(name in sentence and "idle_seconds" in sentence for name, sentence in GONE.items())
+
+
+def test_what_is_gone_and_not_given_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    assert ServerSettings.load({"idle_joules": None}) == ServerSettings() and not caplog.messages
 
 
 def test_the_variables_of_folders_are_known() -> None:

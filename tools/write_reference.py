@@ -94,7 +94,7 @@ def _command(name: str, command: Any) -> list[str]:
         lines += _command(f"{name} {inner}", subcommand)
     if not hasattr(command, "commands"):
         lines += ["| option | meaning | default |", "|---|---|---|"]
-        lines += [*(_parameter(parameter) for parameter in command.params), ""]
+        lines += [*(_parameter(one) for one in command.params if not getattr(one, "hidden", False)), ""]
     return lines
 
 

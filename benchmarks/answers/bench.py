@@ -1,10 +1,10 @@
 """`python -m benchmarks answers`: questions about one's own documents, answered before they are asked.
 
 stream   per user: documents first, idle work, then questions in their order, with those that come back; between them
-         questions are foreseen from the earlier ones. Every way of answering has caches of its own (see `runs`)
+         questions are foreseen from the earlier ones, none by a model that is too small to ask. Every way of answering
+         has caches of its own (see `ways`)
 scheduler  idle work with and without the rule, in the three cases published (see `schedule`)
 storage  how much KV is known by the room for it (see `storage`)
-foresight  how many questions are foreseen without a model, by stride (see `foresight`)
 guard    which stored answers may be given for questions that come back or only look alike (see `guard`)
 """
 
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers import foresight, guard, schedule
+from benchmarks.answers import guard, schedule
 from benchmarks.answers.report import AnswerResults, UserResults, add_rows, measure_storage
 from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun, people, stream
 from benchmarks.base import Advance, BenchOptions, Report, Units, about, known, rotated, scratch
@@ -34,7 +34,7 @@ from rekindle.settings import Settings
 SETS = ("qmsum", "locomo", "enron_qa")  # of a folder that has more, those with questions of one person
 QUESTIONS, QUICK_QUESTIONS = 4, 1  # of each user, beside those that come back
 QUICK_ASKED = 2  # with those
-USERS, FORESIGHT_USERS = 1, 3  # of each set
+USERS = 1  # of each set
 STRIDE = 3  # questions foreseen at a time
 ABSTRACTS = 6  # documents that are summed up before the first question
 WARM_PASSAGES, QUICK_WARM_PASSAGES = 160, 4
@@ -65,12 +65,11 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     finally:
         engine.close()
     guarded = units.one("guard", Fields, partial(_guard, options, first, units.advance)) or {}
-    foreseen = units.one("foresight", list[Fields], partial(_foresight, options, first, units.advance)) or []
     report = units.report()
     if measured:
-        add_rows(report, AnswerResults(measured, scheduled, guarded, foreseen))
+        add_rows(report, AnswerResults(measured, scheduled, guarded))
     else:
-        report.fields |= {"scheduler": scheduled, "guard": guarded, "foresight": foreseen}
+        report.fields |= {"scheduler": scheduled, "guard": guarded}
     return report
 
 
@@ -101,12 +100,6 @@ def _guard(options: BenchOptions, sets: list[PersonalSet], advance: Advance) -> 
     with _knowledge() as knowledge:
         found = guard.measure(sets, knowledge, threshold, advance)
         return found | guard.measure_pairs(options.pairs, knowledge.embedder(), threshold)
-
-
-def _foresight(options: BenchOptions, sets: list[PersonalSet], advance: Advance) -> list[Fields]:
-    """What is foreseen."""
-    with _knowledge() as knowledge:
-        return foresight.measure(sets, knowledge, USERS if options.quick else FORESIGHT_USERS, advance)
 
 
 class _Person:
@@ -140,8 +133,8 @@ class _Person:
         questions = [question.text for question in self._person.questions]
         stored = measure_storage(self._engine, self._folder / VERIFIED, questions)
         results = {run.way.name: run.results for run in runs}
-        idle_flop = {run.way.name: run.idle_flop for run in runs}
-        return UserResults(self._name, self._person.name, asked, results, idle_flop, stored, self._near)
+        idle_seconds = {run.way.name: run.idle_seconds for run in runs}
+        return UserResults(self._name, self._person.name, asked, results, idle_seconds, stored, self._near)
 
     @staticmethod
     def _nearest(runs: list[WayRun], question: str) -> dict[str, float]:
@@ -170,20 +163,19 @@ class _Person:
         done = [
             *idle.abstracts(1 if self._options.quick else ABSTRACTS),
             *idle.predict_from_abstracts(stride),
-            *idle.predict_from_passages(stride),
         ]
         first.session.flush()
         first.session.close()
         done += self._warm(ways[DIRECT])
         first = WayRun.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
-        first.idle_flop = sum(did.flop or 0.0 for did in done)
+        first.idle_seconds = sum(did.seconds for did in done)
         runs = [first]
         for way in WAYS:
             if way.name != VERIFIED:
                 if way.ours:
                     shutil.copytree(self._folder / VERIFIED / "cache", self._folder / way.name / "cache")
                 runs.append(WayRun.open(way, self._engine, self._folder / way.name, _LIMIT_BYTES))
-                runs[-1].idle_flop = first.idle_flop if way.ours else 0.0
+                runs[-1].idle_seconds = first.idle_seconds if way.ours else 0.0
         if hasattr(os, "sync"):
             os.sync()  # gigabytes were copied: nobody shall wait for the disk because of that
         self._spread(runs)
@@ -207,7 +199,7 @@ class _Person:
     def _foresee(self, runs: list[WayRun], idle: Idle) -> None:
         own = next(run for run in runs if run.way.name == VERIFIED)
         done = idle.predict_from_history(1 if self._options.quick else STRIDE)
-        own.idle_flop += sum(did.flop or 0.0 for did in done)
+        own.idle_seconds += sum(did.seconds for did in done)
         own.session.flush()
         self._spread(runs)
 

@@ -46,7 +46,7 @@ class UserResults:
     user: str
     asked: list[Asked]
     results: dict[str, list[AnswerResult]]  # of each way
-    idle_flop: dict[str, float]
+    idle_seconds: dict[str, float]
     storage: list[dict[str, Any]]  # how much KV is known, by room
     near: list[dict[str, float]]  # of each question: how near was one foreseen, by source
 
@@ -85,7 +85,6 @@ class AnswerResults:
     measured: Sequence[UserResults]
     schedule: dict[str, Any] | None  # None: not in a quick run
     guard: dict[str, Any]
-    foresight: list[dict[str, Any]]
 
 
 def add_rows(report: Report, found: AnswerResults) -> None:
@@ -127,7 +126,6 @@ def add_rows(report: Report, found: AnswerResults) -> None:
         "storage": [{"set": one.set, "user": one.user, **row} for one in measured for row in one.storage],
         "sources": _sources(measured),
         "guard": found.guard,
-        "foresight": found.foresight,
     }
     if score is None:
         fields["rouge_l_reason"] = "rouge-score is not installed (rekindle-llm[bench])"
@@ -178,7 +176,7 @@ def _row(name: str, measured: Sequence[UserResults], score: TextScore | None) ->
         "kv_hit_share": statistics.fmean(_known_share(one) for one in results),
         "false_hits": false,
         "rouge_l_gold": statistics.fmean(scored) if scored else None,
-        "idle_tflop": sum(some.idle_flop[name] for some in measured) / 1e12,
+        "idle_seconds": sum(some.idle_seconds[name] for some in measured),
     }
 
 
@@ -235,15 +233,6 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[T
             f"of {row['questions']} new ones",
         )
         for row in fields["sources"]
-    ]
-    rows += [
-        TableRow(
-            f"foreseen of {row['set']}, {row['stride']} a document",
-            f"{row['near85_share']:.0%} at 0.85, {row['near70_share']:.0%} at 0.7",
-            f"{row['first_passage_warm_share']:.0%} of first passages warm",
-        )
-        for row in fields["foresight"]
-        if row["stride"] == max(other["stride"] for other in fields["foresight"])
     ]
     if guard.get("near_misses"):
         share = guard["false_hits"] / guard["near_misses"]

@@ -6,7 +6,7 @@ room     the KV store may grow: the KV of known questions that had to go is comp
 
 Each case is one user's questions, with idle work after each, in several ways: always (every foreseen question is read
 and answered, nothing is converted), percache (the published rule), rekindle (ours: of what is only read, as many
-passages as pay). All of it is done by the real model; operations are counted as `idle/log` does.
+passages as pay). All of it is done by the real model; seconds and computed tokens of idle work are counted.
 """
 
 from __future__ import annotations
@@ -69,15 +69,16 @@ class _WayResult:
     seconds: list[float] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
     given: list[bool] = field(default_factory=list)
-    tflop: list[float] = field(default_factory=list)  # of all idle work so far
+    idle_seconds: list[float] = field(default_factory=list)  # of all idle work so far
+    idle_tokens: list[int] = field(default_factory=list)  # computed by all idle work so far
     actions: list[str] = field(default_factory=list)
 
     def work(self, done: Sequence[IdleAction], *, more: bool = False) -> None:
         """Note idle work that was done after a question; `more`: after the same as before."""
-        before = self.tflop[-1] if self.tflop else 0.0
-        if more:
-            self.tflop.pop()
-        self.tflop.append(before + sum(did.flop or 0.0 for did in done) / 1e12)
+        seconds = sum([*self.idle_seconds[-1:], *(did.seconds for did in done)])
+        tokens = sum([*self.idle_tokens[-1:], *(did.tokens for did in done)])
+        place = len(self.idle_seconds) - more
+        self.idle_seconds[place:], self.idle_tokens[place:] = [seconds], [tokens]
         self.actions += [did.action for did in done]
 
 
@@ -104,7 +105,7 @@ def _case(
         "questions": len(asked),
         "changed_after": _changed_after(asked),
         "ways": rows,
-        "saved_share": 1.0 - ours["tflop"][-1] / always["tflop"][-1] if always["tflop"][-1] else None,
+        "saved_share": 1.0 - ours["idle_seconds"][-1] / always["idle_seconds"][-1] if always["actions"] else None,
         "latency_ratio": ours["mean_latency_s"] / always["mean_latency_s"],
         "later_latency_ratio": ours["later_latency_s"] / always["later_latency_s"],
     }
@@ -123,7 +124,7 @@ def _through(case: ChangeCase, way: str, engine: Engine, asked: Sequence[str], f
                 result.work(idle.convert(), more=True)
             for question in questions:
                 _ask(session, question, result)
-                result.work(idle.predict_from_passages(STRIDE))
+                result.work(idle.predict_from_history(STRIDE))
                 session.flush()
     return result
 
@@ -169,7 +170,8 @@ def _row(result: _WayResult, change: int) -> dict[str, Any]:
         "seconds": result.seconds,
         "known_tokens": result.known,
         "answers_given": sum(result.given),
-        "tflop": result.tflop,
+        "idle_seconds": result.idle_seconds,
+        "idle_tokens": result.idle_tokens,
         "mean_latency_s": statistics.fmean(result.seconds),
         "later_latency_s": statistics.fmean(result.seconds[change:]),
         "later_known_tokens": statistics.fmean(result.known[change:]),

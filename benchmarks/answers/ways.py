@@ -30,7 +30,6 @@ from rekindle.answers.bank_rows import AnswerText, BankEntry
 from rekindle.core.reply import QuestionOrigin, Reply, Reuse, StoredAnswer, Timings, Usage
 from rekindle.engine.base import Engine
 from rekindle.engine.hf.engine import HfEngine
-from rekindle.idle.log import flop
 from rekindle.session.ask import Prepared
 from rekindle.session.prompt import encode_prompt
 from rekindle.session.session import Session
@@ -100,7 +99,7 @@ class WayRun:
     session: Session
     tree: QkvTree | None = None
     results: list[AnswerResult] = field(default_factory=list)
-    idle_flop: float = 0.0
+    idle_seconds: float = 0.0
 
     @classmethod
     def open(cls, way: Way, engine: Engine, folder: Path, limit_bytes: int) -> WayRun:
@@ -158,18 +157,19 @@ class WayRun:
         return Reply(engine.tokenizer.decode(done.tokens), done.tokens, "length", usage, timings, reuse)
 
     def learn(self, entries: Sequence[BankEntry]) -> None:
-        """Know foreseen questions that another run answered, in the layers that this way has."""
+        """Know foreseen questions that another run answered, in the layers that this way has.
+
+        Its idle work counts the seconds that its layers take here, and those that answering took there.
+        """
         for entry in entries:
+            started = time.perf_counter()
             prepared = self.session.prepare(entry.question, **_options())
-            context = prepared.prompt_tokens
             if self.tree is not None:
                 self._computed_by_qkv(prepared, self.tree)  # attention and MLP run over all of it
             elif self.way.foresees == "both":
                 options: dict[str, Any] = {**_options(), "max_tokens": 0, "min_tokens": 0, "answers": "off"}
-                reply = self.session.answer(self.session.prepare(entry.question, **options).request).reply
-                context = reply.reuse.computed
-            self.idle_flop += flop(self.session.engine, context, prepared.prompt_tokens)
-            self.idle_flop += flop(self.session.engine, NEW_TOKENS, prepared.prompt_tokens + NEW_TOKENS)
+                self.session.answer(self.session.prepare(entry.question, **options).request)
+            self.idle_seconds += time.perf_counter() - started + (0.0 if entry.answer is None else entry.answer.seconds)
             if prepared.consulted is not None and entry.answer is not None:
                 self.session.answers.bank().keep(prepared.consulted.question, entry.answer, entry.origin)
         self.session.flush()

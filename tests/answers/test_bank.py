@@ -573,6 +573,20 @@ def test_a_library_of_the_first_format_keeps_its_documents(tmp_path: Path) -> No
         assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
 
 
+def test_a_question_that_patterns_made_of_a_document_counts_as_predicted_from_it(tmp_path: Path) -> None:
+    known = library(tmp_path)
+    known.put([cut("lamps", LAMPS, seed=100)], "e")
+    opened(known).keep(asked(known, WHERE_LAMP), text("Nine hours."), "abstract")
+    with known.writing() as connection:
+        connection.execute("UPDATE answers SET origin='passage'")
+    known.close()
+    with sqlite3.connect(known.path) as connection:
+        connection.execute("PRAGMA user_version=5")
+    again = library(tmp_path)
+    assert [entry.origin for entry in opened(again).entries()] == ["abstract"]
+    again.close()
+
+
 def test_a_vector_of_no_numbers_is_near_nothing(bank: AnswerBank, known: Library) -> None:
     bank.keep(asked(known, COST), text("Eleven crowns."))
     spoil(known, "vector", b"\xff" * 2 * DIMENSIONS)

@@ -13,7 +13,7 @@ import pytest
 from rekindle.errors import InvalidSetting, NothingKnown
 from rekindle.idle.idle import Idle
 from rekindle.idle.log import IdleAction
-from rekindle.settings import ServerSettings
+from rekindle.settings import ServerSettings, warn_once
 from tests.cli.test_commands import rekindle
 from tests.knowledge.conftest import embedder_folder
 
@@ -38,9 +38,9 @@ def done(*arguments: str) -> Any:
 
 
 def test_what_was_done_is_told_and_logged(settings: list[str]) -> None:
-    told = done("idle", *settings, *QUICK, "--answers", "verified", "--idle-sources", "passage", "--json")
-    assert {did["action"] for did in told} <= {"answer", "warm"} and told
-    assert all(did["finished"] and did["tokens"] > 0 and did["flop"] > 0 for did in told)
+    told = done("idle", *settings, *QUICK, "--answers", "verified", "--json")
+    assert {did["action"] for did in told} == {"warm"}
+    assert all(did["finished"] and did["tokens"] > 0 and did["seconds"] > 0 for did in told)
     where = settings[2:]
     log = done("idle", "--log", "--last", "10", *where, "--json")
     assert sum(way["count"] for way in log["actions"]) == len(log["last"]) == len(told)
@@ -51,8 +51,25 @@ def test_what_was_done_is_told_and_logged(settings: list[str]) -> None:
 def test_people_see_a_line_for_each_thing(settings: list[str]) -> None:
     result = rekindle("idle", *settings, *QUICK, "--answers", "off")
     assert result.exit_code == 0, result.output
-    assert "the instructions" in result.stdout and "TFLOP" in result.stdout
-    assert "answers is off" in result.stderr
+    assert "the instructions" in result.stdout and " actions in " in result.stdout
+    assert "answers is off: passages are prefilled, but no questions are predicted" in result.stderr
+
+
+def test_a_model_too_small_to_ask_is_named_in_a_line(settings: list[str]) -> None:
+    result = rekindle("idle", *settings, *QUICK, "--answers", "verified")
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stderr.splitlines() if "too small to ask" in line]
+    assert "500 million parameters: passages are prefilled, but no questions are predicted" in line
+    assert "the instructions" in result.stdout
+
+
+def test_options_that_are_gone_are_taken_and_named(settings: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    gone = ("--idle-tflop", "5", "--idle-sources", "passage,history")
+    assert rekindle("idle", *settings, *QUICK, "--answers", "off", *gone).exit_code == 0
+    assert "idle_tflop is gone and has no effect: idle_seconds limits idle work." in caplog.messages
+    assert any("questions are predicted from abstract and history" in message for message in caplog.messages)
+    assert "--idle-tflop" not in rekindle("idle", "--help").stdout
 
 
 def test_a_budget_and_what_is_in_the_way_are_heeded(settings: list[str]) -> None:
@@ -65,14 +82,11 @@ def test_a_budget_and_what_is_in_the_way_are_heeded(settings: list[str]) -> None
     ("options", "words"),
     [
         (["--answers", "off"], "all is prepared. New documents and questions bring work; --answers verified predicts"),
-        (
-            ["--answers", "verified", "--idle-settle", "1h", "--idle-rounds", "0"],
-            "documents came less than 3600 s ago. Wait, or use --idle-settle",
-        ),
+        (["--answers", "verified"], "all is prepared. New documents and questions bring work; no questions are"),
         (["--idle-seconds", "0s"], "the budget is spent."),
         (["--disk-limit", "150kB", "--answers", "off"], "the cache has no room left for more. Set a larger disk_limit"),
     ],
-    ids=["prepared", "too new", "budget", "room"],
+    ids=["prepared", "too small", "budget", "room"],
 )
 def test_nothing_to_do_is_a_line_with_the_reason(settings: list[str], options: list[str], words: str) -> None:
     quick = [*settings, *QUICK]

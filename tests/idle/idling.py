@@ -18,7 +18,9 @@ from rekindle.engine.base import TokenSampler
 from rekindle.engine.embedding.embedder import Embedder, Embeddings
 from rekindle.engine.fake import FakeEngine
 from rekindle.idle import abstracts, idle, prepare
-from rekindle.idle.generated_questions import prompt_from_abstracts, prompt_from_history, summary_prompt
+from rekindle.idle.generated_questions import judging_message, merging_prompt, prompt_from_history, summary_prompt
+from rekindle.idle.idle import Idle
+from rekindle.idle.log import IdleAction
 from rekindle.models.pull import pull
 from tests.session.asking import Terse
 
@@ -27,20 +29,33 @@ DOCUMENTS = {
     "ferry": "The ferry to Ormund leaves on Tuesdays. A ticket costs eleven crowns at the pier.",
     "bread": "Tomas bakes rye bread before dawn. His oven stands behind the old brewery.",
 }
-# How the prompts of the three kinds of guesses can be told from others.
+# How the prompts of idle work can be told from others.
 SUMMING = summary_prompt(["text"])[-1].content.split("\n")[-1]
-FROM_ABSTRACTS = prompt_from_abstracts(["text"], 2)[-1].content.split("\n")[-1]
-FROM_HISTORY = prompt_from_history(["text"], 2)[-1].content.split("\n")[-1]
+MERGING = merging_prompt(["text"])[-1].content.split("\n")[-1]
+JUDGING = judging_message("x").split("\n")[-1]
+GENERAL, DETAILED = "some general ones", "detailed ones"
+FROM_HISTORY = prompt_from_history(["text"], 2)[-1].content.split("\n")[-1].removeprefix("Write 2 ")
 ABOUT_DOCUMENTS = "1. Where does the lamp burn oil?\n2. When does the ferry to Ormund leave?"
 ABOUT_QUESTIONS = "1. What does a ticket to Ormund cost?\n2. Does Tomas like the zebras of Paris?"
-SAID = {SUMMING: "A short note.", FROM_ABSTRACTS: ABOUT_DOCUMENTS, FROM_HISTORY: ABOUT_QUESTIONS}
+SAID = {
+    SUMMING: "A short note.",
+    MERGING: "All of it is about a harbour town.",
+    JUDGING: "yes",
+    GENERAL: ABOUT_DOCUMENTS,
+    DETAILED: ABOUT_DOCUMENTS,
+    FROM_HISTORY: ABOUT_QUESTIONS,
+}
 
 
 class Scripted(FakeEngine):
-    """Says what it is told to where a prompt has some words in it; else whatever it thinks."""
+    """Says what it is told to where a prompt has some words in it, of several texts the next; else whatever it thinks.
 
-    def __init__(self, said: Mapping[str, str] = SAID, seed: int = 0) -> None:
+    It counts as large enough to ask questions.
+    """
+
+    def __init__(self, said: Mapping[str, str | list[str]] = SAID, seed: int = 0) -> None:
         super().__init__(seed=seed, context_tokens=4000)
+        self.parameters = 10**9
         self.said = dict(said)
         self.asked: list[str] = []  # the prompts that were answered in such a way
 
@@ -49,7 +64,8 @@ class Scripted(FakeEngine):
         for words, text in self.said.items():
             if words in prompt:
                 self.asked.append(prompt)
-                return _Saying([*self.tokenizer.encode(text), *self.tokenizer.stop_ids])
+                now = text if isinstance(text, str) else text.pop(0) if text else "Nothing."
+                return _Saying([*self.tokenizer.encode(now), *self.tokenizer.stop_ids])
         return super().sampler(sampling, context)
 
 
@@ -95,3 +111,9 @@ def session(folder: Path, embedder: str, engine: FakeEngine | None = None, **set
     made.knowledge._embedder = Words(Embedder.load(pull(embedder).files))
     made.ingest(documents=[{"text": text, "source": name, "title": name} for name, text in DOCUMENTS.items()])
     return made
+
+
+def predicted(idle: Idle, max_count: int) -> list[IdleAction]:
+    """What was prepared of the questions that abstracts bring; the other actions are left out."""
+    idle.abstracts()
+    return [did for did in idle.predict_from_abstracts(max_count) if did.action in ("answer", "prefill")]

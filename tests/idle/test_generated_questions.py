@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,12 +10,9 @@ from hypothesis import strategies as st
 from rekindle.idle.generated_questions import (
     PredictedQuestion,
     is_answerable,
-    list_grammar,
-    openings_about,
-    openings_of,
     parse_questions,
     pick_novel,
-    prompt_from_abstracts,
+    prompt_for_questions,
     prompt_from_history,
     summary_prompt,
 )
@@ -156,7 +151,7 @@ def test_nothing_is_answerable_without_passages_or_with_far_ones() -> None:
 def test_a_chat_holds_what_it_is_about_and_how_many_are_wanted() -> None:
     (summary,) = summary_prompt(["Ann left.", "Bob came."], max_words=25)
     assert "Ann left.\n\nBob came." in summary.content and "25 words" in summary.content
-    (guess,) = prompt_from_abstracts(["Ann left\nHorta.", "Bob came."], 4)
+    (guess,) = prompt_for_questions([], ["Ann left\nHorta.", "Bob came."], 4)
     assert "- Ann left Horta.\n- Bob came." in guess.content and "4" in guess.content
     (more,) = prompt_from_history([ANN, BOAT], 3)
     assert f"- {ANN}\n- {BOAT}" in more.content and "3" in more.content
@@ -167,24 +162,3 @@ def test_the_order_of_later_questions_changes_nothing(earlier: list[str], later:
     stream = [*earlier, *later]
     now = len(earlier)
     assert prompt_from_history(stream[:now], 5) == prompt_from_history([*earlier, "x?", "y?", "z?"][:now], 5)
-    assert openings_of(stream[:now], 5) == openings_of(earlier, 5)
-
-
-def test_a_list_begins_its_questions_with_the_openings_in_turn() -> None:
-    pattern = list_grammar(3, ("What did", "Who")).text
-    assert re.fullmatch(pattern, "1. What did Ann repair there?\n2. Who paid for the paint?\n3. What did Bob say then?")
-    assert not re.fullmatch(pattern, "1. Who paid for the paint?\n2. Who paid for the paint?\n3. What did Bob say?")
-
-
-def test_openings_are_those_of_the_latest_questions_in_other_places() -> None:
-    asked = ["Where is it?", "Who is Ann?", "When did Bob come?"]
-    assert openings_of(asked, 2) == ("When did Ann", "Who is Bob")
-    assert openings_of(["Who is it?"], 3) == ("Who is", "What did", "When did")
-    assert len(openings_of([], 5)) == 5
-
-
-def test_questions_about_abstracts_begin_with_the_names_in_them() -> None:
-    abstracts = ["Maria met Omar at the mill.", "The Harbour Board paid Maria."]
-    found = openings_about(abstracts, 4)
-    assert found == ("What did Maria", "When did Omar", "Why did Harbour Board", "How did Maria")
-    assert openings_about(["nobody was there"], 2) == ("What did", "When did")

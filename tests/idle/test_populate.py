@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rekindle.idle.prepare import choose_strategy, first_passages, passages_to_read
 from rekindle.idle.sources import rotate
-from rekindle.idle.worker import Budget, IdleConditions, Spent, blocked_by, is_left
+from rekindle.idle.worker import IdleConditions, blocked_by
 
 
 @pytest.mark.parametrize(("threshold", "strategy"), [(0.95, "prefill"), (0.9, "prefill"), (0.89, "answer")])
@@ -25,15 +25,6 @@ def test_a_draft_is_of_use_whatever_the_threshold(threshold: float) -> None:
 
 def test_no_question_is_foreseen_where_none_may_be_kept() -> None:
     assert choose_strategy("off", 0.5, 0.9) is choose_strategy("off", 0.5, 0.9, "percache") is None
-
-
-def test_a_budget_is_spent_when_any_part_of_it_is() -> None:
-    spent = Spent(10.0, 3e12, 50.0)
-    assert is_left(Budget(), spent) and is_left(Budget(11.0, 3.1, 51.0), spent)
-    assert not is_left(Budget(seconds=10.0), spent)
-    assert not is_left(Budget(tflop=3.0), spent)
-    assert not is_left(Budget(joules=50.0), spent)
-    assert not is_left(Budget(seconds=0.0), Spent())
 
 
 def test_nothing_is_done_on_battery_unless_that_is_allowed() -> None:

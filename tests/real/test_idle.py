@@ -8,8 +8,8 @@ import pytest
 
 from rekindle import Session
 from rekindle.engine.base import Engine
+from rekindle.idle.generated_questions import PredictedQuestion
 from rekindle.idle.idle import Idle, IdleOptions
-from rekindle.idle.worker import Budget
 from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = pytest.mark.real
@@ -34,12 +34,13 @@ def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(smo
     with Session(smollm2, cache=tmp_path / "cache", answers="verified") as session:
         session.cache.kv.costs = UnmeasuredCosts()  # whether loads and drafts pay depends on who else computes
         session.ingest(documents=DOCUMENTS[:1])
-        options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=8, budget=Budget(tflop=0.15))
-        idle = Idle(session, options)
-        done = idle.run()
-        assert {"abstract", "guess-abstract", "answer"} <= {did.action for did in done}
-        assert all(did.finished and did.flop for did in done)
-        assert idle.spent.flop == pytest.approx(sum(did.flop or 0.0 for did in done))
+        idle = Idle(session, IdleOptions(settle_seconds=0.0, max_tokens=8))
+        assert {did.action for did in idle.run()} == {"warm"} and "too small to ask" in idle.why_nothing()
+        done = idle._preparer.prepare(
+            PredictedQuestion("Who keeps the lighthouse on Ternholm?", "abstract", (1,)), "answer"
+        )
+        assert [did.action for did in done] == ["judge", "answer"] and all(did.finished for did in done)
+        assert idle.spent_seconds >= sum(did.seconds for did in done) > 0
         session.flush()
         known = session.answers.bank().entries(where="origin!='user' AND state='fresh'")
         assert known and session.answers.bank().history(10) == []

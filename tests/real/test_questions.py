@@ -8,10 +8,8 @@ from rekindle import Session
 from rekindle.engine.base import Engine
 from rekindle.idle.generated_questions import (
     list_grammar,
-    openings_about,
-    openings_of,
     parse_questions,
-    prompt_from_abstracts,
+    prompt_for_questions,
     prompt_from_history,
     summary_grammar,
     summary_prompt,
@@ -32,10 +30,9 @@ def test_a_small_model_guesses_questions_about_a_text_and_about_what_was_asked(s
     with Session(smollm2, reuse="off") as session:
         abstract = session.chat(summary_prompt([TEXT]), max_tokens=40, grammar=summary_grammar()).text
         assert len(abstract.split()) >= 5
-        grammar = list_grammar(1, openings_about([abstract], 1))
-        guessed = session.chat(prompt_from_abstracts([abstract], 1), max_tokens=40, grammar=grammar).text
+        grammar = list_grammar(1)
+        guessed = session.chat(prompt_for_questions([], [abstract], 1), max_tokens=60, grammar=grammar).text
         assert parse_questions(guessed, 1)
         asked = ["When did Agneta move to Ormund Island?", "What did Jonas order?", "Who visited the lighthouse?"]
-        grammar = list_grammar(1, openings_of(asked, 1))
-        more = session.chat(prompt_from_history(asked, 1), max_tokens=40, grammar=grammar).text
+        more = session.chat(prompt_from_history(asked, 1), max_tokens=60, grammar=grammar).text
         assert parse_questions(more, 1)

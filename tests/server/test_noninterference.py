@@ -234,7 +234,7 @@ def asked(party: Party, operator: bool) -> list[tuple[str, Any]]:
 
 def work_ahead(session: Session, tenant: str, salt: str | None) -> None:
     """What is done for somebody while nobody asks."""
-    options = IdleOptions(stride=1, settle_seconds=0.0, max_tokens=4, sources=("passage",))
+    options = IdleOptions(stride=1, settle_seconds=0.0, max_tokens=4)
     session.ingest(documents=[LAMP], tenant=tenant, cache_salt=salt)
     Idle(session, options, tenant, salt).run()
     assert session.flush()

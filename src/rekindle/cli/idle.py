@@ -53,11 +53,9 @@ def idle(
     with progress(model) as report, Session(model, **loading, progress=report) as session, _stopping() as stop:
         if not session.knowledge.holds() and not options.calibrate_seconds:
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
-        if session.settings.answers == "off":
-            notes.print("answers is off: passages are prefilled, but no questions are predicted")
         own = Idle(session, options, report=None if json else _print_action)
-        if own.needs_templates and session.settings.answers != "off":
-            notes.print(f"{session.engine.name} is tiny: English templates lead the questions that it predicts")
+        if (why := own.why_no_questions) is not None:
+            notes.print(f"{why}: passages are prefilled, but no questions are predicted", markup=False, soft_wrap=True)
         calibration = IdleCalibration(session, options)
         done, found = own.run(stop), calibration.run(stop)
         while watch and not stop.wait(pause):
@@ -78,10 +76,7 @@ def _print_action(action: IdleAction) -> None:
 
 
 def _sum_up(own: Idle, done: list[IdleAction]) -> None:
-    energy = "" if own.spent.joules is None else f", {own.spent.joules:.0f} J"
-    typer.echo(
-        f"{count_of(len(done), 'action')} in {own.spent.seconds:.1f} s, {own.spent.flop / 1e12:.2f} TFLOP{energy}"
-    )
+    typer.echo(f"{count_of(len(done), 'action')} in {own.spent_seconds:.1f} s")
     if own.blocked_by is not None:
         typer.echo(f"Stopped: {own.blocked_by}.", err=True)
 
@@ -101,14 +96,11 @@ def _show_log(loading: dict[str, Any], last: int, json: bool) -> None:
         print_json({"actions": [asdict(way) for way in ways], "last": [asdict(entry) for entry in entries]})
         return
     rows = [
-        [
-            way.action, str(way.count), f"{way.seconds:.1f}", str(way.tokens), f"{way.tflop:.2f}",
-            "-" if way.joules is None else f"{way.joules:.0f}", str(way.uses), f"{way.saved_seconds:.1f}",
-        ]
+        [way.action, str(way.count), f"{way.seconds:.1f}", str(way.tokens), str(way.uses), f"{way.saved_seconds:.1f}"]
         for way in ways
-    ]  # fmt: skip
+    ]
     print_table(
-        ["action", "count", "seconds", "tokens", "TFLOP", "joules", "used", "seconds saved"],
+        ["action", "count", "seconds", "tokens", "used", "seconds saved"],
         rows,
         empty="No idle work was done yet.",
     )

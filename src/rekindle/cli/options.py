@@ -25,7 +25,7 @@ from rekindle import __version__
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt, why_unreadable
 from rekindle.safe_read import read_secret_file
-from rekindle.settings import API_KEY_VARIABLE, ENGINE_SETTINGS, GROUPS, SETTINGS, names_in
+from rekindle.settings import API_KEY_VARIABLE, ENGINE_SETTINGS, GONE, GROUPS, SETTINGS, names_in
 from rekindle.settings.setting import PREFIX, Setting
 from rekindle.text.visible import escaped, printable
 
@@ -62,15 +62,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
-def settings_options(names: Iterable[str]) -> Group:
+def settings_options(names: Iterable[str], gone: Iterable[str] = ()) -> Group:
     """A group with the options of these settings. The command receives those that were given, by name; the others come
-    from the environment, the file and the defaults.
+    from the environment, the file and the defaults. Those that are `gone` are taken, and not shown.
     """
 
     def given(**values: Any) -> dict[str, Any]:
         return {name: value for name, value in values.items() if value is not None}
 
     parameters = [_parameter(SETTINGS[name]) for name in names]
+    unseen = Annotated[str | None, typer.Option(hidden=True)]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=unseen) for name in gone
+    ]
     given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return given
 
@@ -106,8 +110,8 @@ def _parameter(setting: Setting) -> inspect.Parameter:
 engine_options = settings_options(ENGINE_SETTINGS)
 loading_options = settings_options(names_in("model", "cache", "chunks", "library", "answers", "remote"))
 serving_options = settings_options(names_in("retention", "serving"))
-idle_options = settings_options(names_in("idle"))
-server_options = settings_options(names_in("server", "idle"))
+idle_options = settings_options(names_in("idle"), GONE)
+server_options = settings_options(names_in("server", "idle"), GONE)
 daemon_options = settings_options(["daemon", "keep_alive"])
 library_options = settings_options(["cache", *names_in("library"), "key_file", "tenant", "cache_salt"])
 

@@ -423,9 +423,7 @@ class SourceQuote:
     text: str
 
 
-QuestionOrigin = Literal[
-    "user", "abstract", "history", "passage"
-]  # a user asked, or what the question was predicted from
+QuestionOrigin = Literal["user", "abstract", "history"]  # a user asked, or what the question was predicted from
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +432,7 @@ class StoredAnswer:
 
     way             direct: it is this answer, without the model; verified: a draft that the model verified
     question        what it answered
-    origin          user, or what its question was predicted from: abstract, history, passage
+    origin          user, or what its question was predicted from: abstract, history
     made            when it was written, in seconds since 1970
     similarity      of the two questions (cosine)
     saved_seconds   time that answering took then, if it was not repeated now

@@ -7,30 +7,26 @@ arguments, so later questions cannot leak into a prediction.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rekindle.answers.guard import is_english
-from rekindle.answers.words import stem
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Message
-from rekindle.idle.extracted_questions import EMPTY
 from rekindle.knowledge.retrieve import Floats
-from rekindle.knowledge.segment import character_pairs
+from rekindle.knowledge.segment import STOPWORDS, character_pairs
 
-Origin = Literal["abstract", "history", "passage"]
+Origin = Literal["abstract", "history"]
 
-OPENINGS = ("What did", "When did", "Why did", "How did", "Where did")
 SAME_QUESTION = 0.92  # cosine from which two questions count as the same
 _FEWEST_WORDS, _MAX_WORDS = 3, 30
 _MAX_CHARACTERS = 240
-_FOUND = 0.6  # share of a question's words that must occur in its passages
+_FOUND = 0.5  # share of a question's words that must occur in its passages
 _FAR = 0.25  # cosine below which a passage is unrelated to a question
 _MARKS = "?？؟"  # that end a question
 _FEWEST_LETTERS = 5  # of a question in a script without spaces
-_MIN_PAIRS, _MIN_SHARED = 0.15, 0.5  # of pairs of letters, and of words, that must occur in passages of other languages
+_MIN_PAIRS = 0.15  # share of a question's pairs of letters that must occur, in a script without spaces
+_BEGINNING = 4  # letters of a word that are compared: its ending depends on its place
 _MAX_READ = 20_000  # characters of a reply; a longer one is no list of questions
 
 _ASKING = frozenset(  # words of questions that answering texts do not contain
@@ -40,11 +36,8 @@ _ASKING = frozenset(  # words of questions that answering texts do not contain
     sender recipient received sent
     """.split()  # noqa: SIM905
 )
-_MAX_NAMES = 5
-_LONGEST_OPENING = 40  # characters: it becomes a part of a grammar
-_NEEDS_NAME = (" did", " does", " is", " was", " has", " will")
-_NAME = re.compile(r"\b[A-Z][a-z]\w*(?: [A-Z][a-z]\w*){0,2}")
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
+_POSSESSIVE = re.compile(r"['’]s?$")
 _MARKUP = re.compile(r"\*{1,3}|__|`+|^#{1,6}\s+|^>\s*|</?[a-z]{1,8}>")
 _LABEL = re.compile(
     r"^(?:[-•–—*+·]\s+|\(?\d{1,3}\s*[.):\]-]\s*|\[\d{1,3}\]\s*|\(?[a-hA-H][.)]\s+"
@@ -93,7 +86,7 @@ def merging_prompt(abstracts: Sequence[str], max_words: int = 40) -> tuple[Messa
 
 
 def prompt_for_questions(general: Sequence[str], details: Sequence[str], count: int) -> tuple[Message, ...]:
-    """The chat that asks a capable model for `count` questions: about whole documents, and about their parts."""
+    """The chat that asks for `count` questions: about whole documents, and about their parts."""
     kinds = []
     if general:
         kinds.append("some general ones (what it is about, who took part, what was decided)")
@@ -119,12 +112,6 @@ def _listed(texts: Sequence[str]) -> str:
     return "\n".join(f"- {' '.join(text.split())}" for text in texts)
 
 
-def prompt_from_abstracts(abstracts: Sequence[str], count: int) -> tuple[Message, ...]:
-    """The chat that asks a tiny model for `count` questions about abstracts."""
-    wanted = f"Write {count} short questions about this. Use the names of these people and topics."
-    return (Message("user", f"{_listed(abstracts)}\n\n{wanted}"),)
-
-
 def prompt_from_history(questions: Sequence[str], count: int) -> tuple[Message, ...]:
     """The chat that asks for `count` questions that may follow earlier ones."""
     wanted = f"Write {count} other questions that I could ask next, about the same people and things, in the same way."
@@ -136,58 +123,10 @@ def summary_grammar() -> Grammar:
     return Grammar.regex(r"[^\s:?!a-z\"'*#(-][^\n:?!]{20,240}[.。।]")
 
 
-def list_grammar(count: int, openings: Sequence[str] = ()) -> Grammar:
-    """Constrains a reply to a numbered list of `count` questions, and nothing else: `1. ...?`.
-
-    With `openings` they begin with these words in turn: tiny models otherwise repeat one question, or answer it.
-    """
-    if not openings:
-        lines = (rf"{number}\. [^\n{_MARKS}]{{4,160}}[{_MARKS}]" for number in range(1, count + 1))
-        return Grammar.regex(r"\n".join(lines))
-    words = [re.escape(" ".join(openings[number % len(openings)].split())) for number in range(count)]
-    return Grammar.regex(
-        r"\n".join(rf"{number}\. {word} [^\n?;]{{8,100}}[.?]" for number, word in enumerate(words, start=1))
-    )
-
-
-def openings_about(abstracts: Sequence[str], count: int) -> tuple[str, ...]:
-    """Openings for `count` questions about abstracts, with names: small models need to be led to use them."""
-    return _paired(OPENINGS, _names(abstracts), count)
-
-
-def openings_of(questions: Sequence[str], count: int) -> tuple[str, ...]:
-    """Openings for `count` follow-up questions: like the latest ones, but with other names.
-
-    A model that is asked to continue a list would write the same list again.
-    """
-    latest = questions[-count:]
-    kinds = [" ".join(_WORD.findall(question)[:2]) for question in latest]
-    distinct = list(dict.fromkeys(kind for kind in kinds if 0 < len(kind) <= _LONGEST_OPENING)) or [OPENINGS[0]]
-    others = [kind for kind in OPENINGS if kind not in distinct]
-    return _paired((*distinct[1:], distinct[0], *others), _names(latest), count)
-
-
-def _paired(kinds: Sequence[str], names: Sequence[str], count: int) -> tuple[str, ...]:
-    """Kinds of questions in turn, with a name after those that need one."""
-    found: list[str] = []
-    for number in range(count):
-        kind = kinds[number % len(kinds)]
-        named = names and kind.casefold().endswith(_NEEDS_NAME)
-        found.append(f"{kind} {names[number % len(names)]}" if named else kind)
-    return tuple(found)
-
-
-def _names(texts: Sequence[str]) -> list[str]:
-    """Capitalized words that do not merely begin sentences, the most frequent first."""
-    found = Counter(name for text in texts for run in _NAME.findall(text) if (name := _without_beginning(run)))
-    return [name for name, _ in found.most_common() if len(name) <= _LONGEST_OPENING][:_MAX_NAMES]
-
-
-def _without_beginning(run: str) -> str:
-    words = run.split()
-    while words and (words[0].casefold() in EMPTY or _ASKS.match(f"{words[0]} ")):
-        words.pop(0)
-    return " ".join(words)
+def list_grammar(count: int) -> Grammar:
+    """Constrains a reply to a numbered list of `count` questions, and nothing else: `1. ...?`."""
+    lines = (rf"{number}\. [^\n{_MARKS}]{{4,160}}[{_MARKS}]" for number in range(1, count + 1))
+    return Grammar.regex(r"\n".join(lines))
 
 
 def parse_questions(text: str, max_count: int) -> list[str]:
@@ -283,33 +222,28 @@ def _nearest(vector: Floats, others: Floats) -> float:
 
 
 def is_answerable(question: str, passages: Sequence[tuple[str, float]]) -> bool:
-    """Whether the passages retrieved for a question, as (text, cosine), are likely to answer it.
+    """Whether the passages retrieved for a question, as (text, cosine), are likely to answer it, in any language.
 
-    They must contain most of its content words and all its names; in other languages than English, half of its longer
-    words, or some of its pairs of letters. Nobody asks questions with a blank, or about "the user" or "this text".
+    They must contain the beginnings of half of its longer words and of all its names; where no spaces separate words,
+    some of its pairs of letters. Nobody asks questions with a blank, or about "the user" or "this text".
     """
     if not passages or _PLACEHOLDER.search(question):
         return False
     text = " ".join(passage for passage, _ in passages).casefold()
-    if not is_english(question):
-        return _shares_words(question.casefold(), text)
-    stems = {stem(word) for word in _WORD.findall(text)}
-    spoken = [word for word in _WORD.findall(question)[1:] if word.casefold() not in EMPTY]
-    words = [word for word in spoken if word.casefold() not in _ASKING] or spoken
-    names = [word for word in words if word[0].isupper() or word[0].isdigit()]
-    if not words:
-        return False
-    if any(stem(name.casefold()) not in stems for name in names):
-        return False
-    found = sum(stem(word.casefold()) in stems for word in words)
-    nearest = max(cosine for _, cosine in passages)
-    return found >= _FOUND * len(words) and (nearest >= _FAR or found == len(words) > 1)
-
-
-def _shares_words(question: str, text: str) -> bool:
-    """Whether a text speaks of what a question in any language asks, by the beginnings of words."""
-    if pairs := set(character_pairs(question)):
+    if pairs := set(character_pairs(question.casefold())):
         return len(pairs & set(character_pairs(text))) >= _MIN_PAIRS * len(pairs)
-    known = {word[:5] for word in _WORD.findall(text)}
-    words = [word[:5] for word in _WORD.findall(question) if len(word) > 3]
-    return bool(words) and sum(word in known for word in words) >= _MIN_SHARED * len(words)
+    known = {word[:_BEGINNING] for word in _WORD.findall(text)}
+    spoken = [word for word in _WORD.findall(question)[1:] if word.casefold() not in STOPWORDS]
+    words = [word for word in spoken if _is_name(word) or len(word) >= _BEGINNING]
+    words = [word for word in words if word.casefold() not in _ASKING] or words
+    missing = [word for word in words if _POSSESSIVE.sub("", word).casefold()[:_BEGINNING] not in known]
+    if any(map(_is_name, missing)):
+        return False
+    found = len(words) - len(missing)
+    nearest = max(cosine for _, cosine in passages)
+    return bool(words) and found >= _FOUND * len(words) and (nearest >= _FAR or found == len(words) > 1)
+
+
+def _is_name(word: str) -> bool:
+    """Whether a word inside of a question is a name or a number; in German, any noun."""
+    return word[0].isupper() or word[0].isdigit()

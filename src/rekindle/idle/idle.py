@@ -3,8 +3,8 @@
 refresh    answers whose documents changed
 settle     own answers for questions that were given another question's answer
 abstracts  summaries of new documents and of the library
-predict    questions that may be asked, generated from abstracts and earlier questions, or extracted from documents;
-           each that can be answered is prefilled, and answered where that helps
+predict    questions that may be asked: a model that is large enough asks them, of abstracts and earlier questions; each
+           that can be answered is prefilled, and answered where that helps
 convert    answers for questions that were only prefilled; KV that was evicted is computed again
 warm       KV of prompt beginnings: the instructions, and each passage as the first one
 
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from rekindle.answers.ask_terms import AskTerms, asking
 from rekindle.core.adapter import Lora
@@ -35,26 +35,28 @@ from rekindle.idle.generated_questions import (
     Origin,
     PredictedQuestion,
     list_grammar,
-    openings_about,
-    openings_of,
     parse_questions,
     pick_novel,
     prompt_for_questions,
-    prompt_from_abstracts,
     prompt_from_history,
 )
 from rekindle.idle.log import IdleAction, prediction_yield
 from rekindle.idle.prepare import Preparer, Rule, Strategy, choose_strategy, first_passages
 from rekindle.idle.sources import AbstractBatch, LibraryState
-from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, StopOrDeadline, WorkResult, is_left
+from rekindle.idle.worker import IdleConditions, IdleWorker, StopOrDeadline, WorkResult
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.session.calibrate.calibration import Calibration, measure, missing_parts
 from rekindle.session.library import quote_of
 from rekindle.session.session import Session
-from rekindle.settings import ServerSettings
+from rekindle.settings import ServerSettings, warn_once
 
 _QUESTION_TOKENS = 48
-_TINY_PARAMETERS = 500_000_000  # of a model that needs templates
+_GONE_SOURCE = "passage"  # of questions, in earlier versions
+_GONE_SOURCE_SENTENCE = (
+    "idle_sources has no passage any more: questions are predicted from abstract and history, by a model that is large "
+    "enough to ask; passages are prefilled."
+)
+_FEWEST_PARAMETERS = 500_000_000  # of a model that asks questions
 _AGAIN_TEMPERATURE = 0.8  # for abstracts that were used before
 _MAX_RESTORED = 64  # questions whose KV is checked per run
 _FLUSH_SECONDS = 60.0
@@ -70,6 +72,7 @@ class IdleOptions:
     sources         where questions are predicted from
     settle_seconds  abstracts are written once no document was added for this long
     warm_passages   number of passages to warm; None: as many as the KV store has room for
+    budget_seconds  most seconds of work; None: any
     max_tokens, min_tokens, top_k, retrieval   as users are expected to ask, until some did
     cutoff          from this similarity_threshold on, predicted questions are only prefilled, not answered
     rule            which predicted questions are answered, see `choose_strategy`
@@ -80,10 +83,10 @@ class IdleOptions:
     stride: int = 5
     rounds: int = 1
     seconds_per_hit: float = 600.0
-    sources: tuple[str, ...] = ("abstract", "history", "passage")
+    sources: tuple[str, ...] = ("abstract", "history")
     settle_seconds: float = 60.0
     warm_passages: int | None = None
-    budget: Budget = field(default_factory=Budget)
+    budget_seconds: float | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     top_k: int | None = None
@@ -96,6 +99,8 @@ class IdleOptions:
     @classmethod
     def of(cls, settings: ServerSettings, max_tokens: int = DEFAULT_MAX_TOKENS) -> IdleOptions:
         """What the settings say. Raises `InvalidSetting`."""
+        if _GONE_SOURCE in settings.idle_sources:
+            warn_once(_GONE_SOURCE_SENTENCE)
         seconds, calibrate = (
             None if time is None else parse_duration(time) for time in (settings.idle_seconds, settings.idle_calibrate)
         )
@@ -103,21 +108,19 @@ class IdleOptions:
             stride=settings.idle_stride,
             rounds=settings.idle_rounds,
             seconds_per_hit=parse_duration(settings.idle_per_hit),
-            sources=settings.idle_sources,
+            sources=tuple(source for source in settings.idle_sources if source != _GONE_SOURCE),
             settle_seconds=parse_duration(settings.idle_settle),
             warm_passages=settings.idle_passages,
-            budget=Budget(seconds, settings.idle_tflop, settings.idle_joules),
+            budget_seconds=seconds,
             max_tokens=max_tokens,
             conditions=IdleConditions(settings.idle_load, settings.on_battery),
             calibrate_seconds=calibrate or 0.0,
         )
 
     def __post_init__(self) -> None:
-        unknown = set(self.sources) - {"abstract", "history", "passage"}
+        unknown = set(self.sources) - {"abstract", "history"}
         if unknown:
-            raise InvalidSetting(
-                f"Questions cannot be predicted from {min(unknown)!r}: use abstract, history, passage."
-            )
+            raise InvalidSetting(f"Questions cannot be predicted from {min(unknown)!r}: use abstract, history.")
         if self.stride < 1 or self.rounds < 0 or self.max_tokens < 1:
             raise InvalidSetting("stride and max_tokens are 1 or more, rounds 0 or more.")
 
@@ -144,21 +147,19 @@ class Idle:
         cache_salt: str | None = None,
         report: Callable[[IdleAction], None] | None = None,
     ) -> None:
-        """Raises `InvalidSetting` for a budget of joules if energy cannot be measured."""
         self.options = options or IdleOptions()
         self._session = session
-        self._worker = IdleWorker(session, self.options.budget, self.options.conditions, report)
+        self._worker = IdleWorker(session, self.options.budget_seconds, self.options.conditions, report)
         self._tenant, self._salt = tenant, cache_salt
         self._finished: LibraryState | None = None  # the library when nothing was left to do
         self._lacks_room = False  # the last time passages were to be prefilled
         self._preparer = Preparer(
             session, self._worker, self.options.expected_terms, tenant, cache_salt, self.options.rule
         )
-        self._preparer.judges = not self.needs_templates
 
     @property
-    def spent(self) -> Spent:
-        return self._worker.spent
+    def spent_seconds(self) -> float:
+        return self._worker.spent_seconds
 
     @property
     def blocked_by(self) -> str | None:
@@ -168,22 +169,23 @@ class Idle:
     def why_nothing(self) -> str:
         """Why a `run` found nothing to do, and what brings work: a sentence for people."""
         settings, options = self._session.settings, self.options
-        if not is_left(options.budget, self.spent):
+        if self._worker.is_spent:
             return "the budget is spent."
         if self.strategy is None and self._session.cache.store is None:
             return "answers is off and there is no cache. Use --answers verified, or leave out --cache off."
         if self._lacks_room:
             return "the cache has no room left for more. Set a larger disk_limit: --disk-limit 2GB."
         waiting = self._preparer.sources.without_abstract(0.0) if "abstract" in options.sources else []
-        if self.strategy is not None and waiting:
+        if self._strategy_of_predicted is not None and waiting:
             return f"documents came less than {options.settle_seconds:g} s ago. Wait, or use --idle-settle 0s."
-        if self.strategy is not None and not self._pays():
+        if self._strategy_of_predicted is not None and not self._pays():
             hits, seconds = prediction_yield(self._preparer.bank.library)
             spent = f"predicted questions were used {count_of(hits, 'time')} for {seconds:.0f} s of work"
             return (
                 f"more would not pay: {spent}. New documents and questions bring work, and --idle-per-hit allows more."
             )
         more = "; --answers verified predicts questions, too" if settings.answers == "off" else ""
+        more = more or ("" if self.asks else f"; no questions are predicted: {self.why_no_questions}")
         return f"all is prepared. New documents and questions bring work{more}."
 
     def run(self, stop: threading.Event | None = None) -> list[IdleAction]:
@@ -200,7 +202,7 @@ class Idle:
         done += [*self.predict_in_rounds(), *self.convert(), *self.warm()]
         waits = (
             "abstract" in self.options.sources
-            and self.strategy is not None
+            and self._strategy_of_predicted is not None
             and self._preparer.sources.without_abstract(0.0)
         )
         if self._worker.may_continue() and not waits:
@@ -216,48 +218,52 @@ class Idle:
         done: list[IdleAction] = []
         sources, engine = self._preparer.sources, self._session.engine
         model = engine.identity(engine.regime(1)).digest
-        if not sources.was_predicted(self._state(), model):
+        before = sources.predicted(self._state(), model)
+        if before == "none":
             for _ in range(self.options.rounds):
                 done += self.predict()
-        more = self.options.rounds > 0
+        more = self.options.rounds > 0 and before != "all"
         while more and self._pays() and self._worker.may_continue():
             round_ = self.predict()
             done += round_
             more = any(action.action in ("prefill", "answer") for action in round_)
         if done and self._worker.may_continue():
-            sources.mark_predicted(self._state(), model)
+            sources.mark_predicted(self._state(), model, all_of_them=not more)
         return done
 
     def _pays(self) -> bool:
         """Whether predicted questions are used often enough for the work they cost; one use is given in advance."""
-        if self.strategy is None:
+        if self._strategy_of_predicted is None:
             return False
         hits, seconds = prediction_yield(self._preparer.bank.library)
         return seconds < self.options.seconds_per_hit * (hits + 1)
 
     def predict(self) -> list[IdleAction]:
-        """Predict `stride` questions from each source; from passages, by templates, where the model brings none."""
-        ways = {
-            "abstract": self.predict_from_abstracts,
-            "history": self.predict_from_history,
-            "passage": self.predict_from_passages,
-        }
-        done: list[IdleAction] = []
-        for source in self.options.sources:
-            found = any(action.action in ("prefill", "answer") for action in done)
-            if source == "passage" and found and not self.needs_templates:
-                continue  # templates are for models that find no questions
-            done += ways[source](self.options.stride)
-        return done
+        """Predict `stride` questions from each source."""
+        ways = {"abstract": self.predict_from_abstracts, "history": self.predict_from_history}
+        return [action for source in self.options.sources for action in ways[source](self.options.stride)]
 
     @property
-    def needs_templates(self) -> bool:
-        """Whether the model is too small to ask by itself: then templates, which are English, lead its questions."""
-        return self._session.engine.parameters < _TINY_PARAMETERS
+    def asks(self) -> bool:
+        """Whether the model is large enough to ask: a smaller one repeats one question, or answers it."""
+        return self._session.engine.parameters >= _FEWEST_PARAMETERS
+
+    @property
+    def why_no_questions(self) -> str | None:
+        """Why no questions are predicted, a clause for people; None if they are."""
+        engine = self._session.engine
+        if self._session.settings.answers == "off":
+            return "answers is off"
+        size, least = (f"{count / 1e6:.0f} million parameters" for count in (engine.parameters, _FEWEST_PARAMETERS))
+        return None if self.asks else f"{engine.name} ({size}) is too small to ask, which takes {least}"
+
+    @property
+    def _strategy_of_predicted(self) -> Strategy | None:
+        return self.strategy if self.asks else None
 
     @property
     def strategy(self) -> Strategy | None:
-        """What a predicted question gets now; None: nothing, because no question may be kept or it would not help."""
+        """What a question gets now; None: nothing, because no question may be kept or it would not help."""
         own, expected = self._session.settings, self.options.expected_terms.request("?")
         way = self._session.answers.way(expected)
         chosen = choose_strategy(way, own.similarity_threshold, self.options.cutoff, self.options.rule)
@@ -281,70 +287,52 @@ class Idle:
 
     def abstracts(self, max_count: int | None = None) -> list[IdleAction]:
         """Summarize documents that have no abstract yet, once no more are being added."""
-        if self.strategy is None:
+        if self._strategy_of_predicted is None:
             return []
         writer = AbstractWriter(self._session, self._preparer, self._worker.may_continue, self._write)
         done = writer.documents(self.options.settle_seconds, max_count)
-        if max_count is None and not self.needs_templates and not self._preparer.sources.without_abstract(0.0):
+        if max_count is None and not self._preparer.sources.without_abstract(0.0):
             done += writer.library()
         return done
 
     def predict_from_abstracts(self, max_count: int) -> list[IdleAction]:
         """Generate questions from the abstracts whose turn it is, and prepare those that are new."""
         done: list[IdleAction] = []
-        if self.strategy is None or not self._worker.may_continue():
+        if self._strategy_of_predicted is None or not self._worker.may_continue():
             return done
         sources = self._preparer.sources
         chosen = sources.next_abstracts(max_count)
-        if self.needs_templates:
-            grammar = list_grammar(max_count, openings_about(chosen.texts, max_count))
-            return self._guess_from(chosen, prompt_from_abstracts(chosen.texts, max_count), grammar, max_count)
         library = sources.next_library_abstract()
         for batch in (library, chosen):
             if batch is not None and self._worker.may_continue():
-                prompt = prompt_for_questions(batch.about, batch.texts, max_count)
-                done += self._guess_from(batch, prompt, list_grammar(max_count), max_count)
+                done += self._guess_from(batch, max_count)
                 if batch is library and done and done[0].finished:
                     sources.mark_library_used(batch)
         return done
 
-    def _guess_from(
-        self, batch: AbstractBatch, prompt: tuple[Message, ...], grammar: Grammar | None, max_count: int
-    ) -> list[IdleAction]:
+    def _guess_from(self, batch: AbstractBatch, max_count: int) -> list[IdleAction]:
         if not batch.documents:
             return []
+        prompt = prompt_for_questions(batch.about, batch.texts, max_count)
         seed = batch.trips or None  # greedy the first time, then sampled
-        result = self._write(prompt, max_count * _QUESTION_TOKENS, grammar, seed)
+        result = self._write(prompt, max_count * _QUESTION_TOKENS, list_grammar(max_count), seed)
         action = self._preparer.record("guess-abstract", count_of(len(batch.about + batch.texts), "abstract"), result)
         return [action, *self._prepare_guessed(result.reply, max_count, "abstract", batch.documents)]
 
     def predict_from_history(self, max_count: int) -> list[IdleAction]:
         """Generate questions from users' latest ones, if they asked anything since this was done last."""
-        if self.strategy is None or not self._worker.may_continue():
+        if self._strategy_of_predicted is None or not self._worker.may_continue():
             return []
         self._session.answers.flush(_FLUSH_SECONDS)
         asked = self._preparer.sources.asked()
         if asked is None:
             return []
-        openings = openings_of(asked.questions, max_count) if self.needs_templates else ()
-        grammar = list_grammar(max_count, openings)
-        result = self._write(prompt_from_history(asked.questions, max_count), max_count * _QUESTION_TOKENS, grammar)
+        prompt = prompt_from_history(asked.questions, max_count)
+        result = self._write(prompt, max_count * _QUESTION_TOKENS, list_grammar(max_count))
         if result.reply is not None:
             self._preparer.sources.mark_used(asked)
         action = self._preparer.record("guess-history", count_of(len(asked.questions), "question"), result)
         return [action, *self._prepare_guessed(result.reply, max_count, "history", asked.documents)]
-
-    def predict_from_passages(self, max_count: int) -> list[IdleAction]:
-        """Prepare questions extracted from documents, one from each whose turn it is. Extracting needs no model."""
-        done: list[IdleAction] = []
-        strategy = self.strategy
-        if strategy is None or not self._worker.may_continue():
-            return done
-        for questions in self._preparer.sources.from_passages():
-            done += self._preparer.prepare_first(questions, strategy)
-            if len(done) >= max_count or not self._worker.may_continue():
-                break
-        return done
 
     def convert(self) -> list[IdleAction]:
         """Answer questions that were only prefilled, if that helps now; recompute evicted KV, if there is room."""
@@ -408,7 +396,7 @@ class Idle:
         for place in pick_novel(guessed, vectors, vectors[:0], max_count):
             if not self._worker.may_continue():
                 return
-            yield from self._preparer.prepare_first([guessed[place]], strategy)
+            yield from self._preparer.prepare(guessed[place], strategy)
 
     def _write(
         self, messages: tuple[Message, ...], token_limit: int, grammar: Grammar | None = None, seed: int | None = None
@@ -439,7 +427,7 @@ class IdleCalibration:
 
     def __init__(self, session: Session, options: IdleOptions) -> None:
         self._session, self._seconds = session, options.calibrate_seconds
-        self._worker = IdleWorker(session, Budget(self._seconds), options.conditions)
+        self._worker = IdleWorker(session, self._seconds, options.conditions)
         self._is_over = False
 
     def run(self, stop: threading.Event) -> Calibration | None:
@@ -451,7 +439,7 @@ class IdleCalibration:
         parts = [] if self._is_over else missing_parts(self._session)
         if not parts or not self._worker.may_continue():
             return None
-        started, spent = time.perf_counter(), self._worker.spent.seconds
+        started, spent = time.perf_counter(), self._worker.spent_seconds
         self._is_over = True
         try:
             with self._session.staying(), ExitStack() as opened:
@@ -462,7 +450,7 @@ class IdleCalibration:
             self._is_over = False
             return None
         finally:
-            self._worker.spent = Spent(spent + time.perf_counter() - started)
+            self._worker.spent_seconds = spent + time.perf_counter() - started
 
     def _adapters(self, opened: ExitStack) -> list[Lora]:
         """Some of the session's adapters, loaded without waiting for memory."""

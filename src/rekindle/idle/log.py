@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from rekindle.engine.base import Engine
 from rekindle.knowledge.library import Library
 
 Action = Literal[
@@ -35,8 +34,6 @@ class IdleAction:
     what       for people: a question, the name of a document
     answer     id of the question in the bank
     tokens     computed tokens of prompt and reply, without rejected drafts
-    flop       see `flop`; None if it was stopped
-    joules     of the whole processor meanwhile; None if it cannot be measured
     finished   False if it was stopped: then it had no effect
     """
 
@@ -45,8 +42,6 @@ class IdleAction:
     answer: int | None
     seconds: float
     tokens: int = 0
-    flop: float | None = None
-    joules: float | None = None
     finished: bool = True
 
 
@@ -58,30 +53,16 @@ class ActionSummary:
     count: int
     seconds: float
     tokens: int
-    tflop: float
-    joules: float | None
     uses: int
     saved_seconds: float
-
-
-def flop(engine: Engine, computed: int, context: int) -> float:
-    """Floating-point operations for the last `computed` tokens of a context of `context` tokens.
-
-    2 per weight and token, and for each attended pair of tokens 4 per query dimension and layer (QK and AV). The
-    embedding table counts as a layer although a prompt needs only its last token there: a slight overestimate.
-    """
-    pairs = computed * context - computed * (computed - 1) / 2
-    return 2.0 * engine.parameters * computed + 4.0 * engine.attention * pairs
 
 
 def record_action(library: Library, did: IdleAction) -> None:
     with library.writing() as connection:
         before = connection.execute("SELECT uses, saved FROM answers WHERE id=?", (did.answer,)).fetchone() or (0, 0.0)
-        row = (time.time(), did.action, did.answer, did.seconds, did.tokens, did.flop, did.joules, *before)
+        row = (time.time(), did.action, did.answer, did.seconds, did.tokens, *before)
         id = connection.execute(
-            "INSERT INTO work (at, action, answer, seconds, tokens, flop, joules, uses, saved) "
-            "VALUES (?,?,?,?,?,?,?,?,?)",
-            row,
+            "INSERT INTO work (at, action, answer, seconds, tokens, uses, saved) VALUES (?,?,?,?,?,?,?)", row
         ).lastrowid
         connection.execute("DELETE FROM work WHERE id<=?", ((id or 0) - _MAX_ROWS,))
 
@@ -110,9 +91,9 @@ def summarize_actions(library: Library) -> list[ActionSummary]:
     """Totals by kind of action."""
     with library.reading() as connection:
         rows = connection.execute(
-            f"{_CREDITED}SELECT w.action, count(*), sum(w.seconds), sum(w.tokens), coalesce(sum(w.flop), 0) / 1e12, "
-            "sum(w.joules), coalesce(sum(c.uses), 0), coalesce(sum(c.saved), 0) FROM work w "
-            "LEFT JOIN credited c ON c.id=w.id GROUP BY w.action ORDER BY min(w.id)"
+            f"{_CREDITED}SELECT w.action, count(*), sum(w.seconds), sum(w.tokens), "
+            "coalesce(sum(c.uses), 0), coalesce(sum(c.saved), 0) FROM work w LEFT JOIN credited c ON c.id=w.id "
+            "GROUP BY w.action ORDER BY min(w.id)"
         ).fetchall()
     return [ActionSummary(*row) for row in rows]
 
@@ -125,8 +106,6 @@ class LogEntry:
     action: str
     seconds: float
     tokens: int
-    tflop: float | None
-    joules: float | None
     question: str | None
     origin: str | None
     uses: int | None
@@ -137,7 +116,7 @@ def recent_actions(library: Library, max_count: int) -> list[LogEntry]:
     """The last actions, the newest first."""
     with library.reading() as connection:
         rows = connection.execute(
-            f"{_CREDITED}SELECT w.at, w.action, w.seconds, w.tokens, w.flop / 1e12, w.joules, a.question, a.origin, "
+            f"{_CREDITED}SELECT w.at, w.action, w.seconds, w.tokens, a.question, a.origin, "
             "c.uses, c.saved FROM work w LEFT JOIN answers a ON a.id=w.answer LEFT JOIN credited c ON c.id=w.id "
             "ORDER BY w.id DESC LIMIT ?",
             (max_count,),

@@ -102,7 +102,6 @@ class Preparer:
         self._expected = expected
         self._rule = rule
         self._tenant, self._salt = tenant, salt
-        self.judges = False  # whether the model decides if passages answer a predicted question
         self._foreign: set[int] = set()  # questions under terms of another model or unknown ones: not ours to answer
         self._tried: tuple[int, set[tuple[str, str]]] = (0, set())  # a generation of the library; questions and terms
         self._opened: tuple[AnswerBank, QuestionSources] | None = None
@@ -165,14 +164,15 @@ class Preparer:
         except (ModelError, RequestError):  # an adapter that is not there
             return None
 
-    def prepare_first(self, questions: Sequence[PredictedQuestion], strategy: Strategy) -> list[IdleAction]:
-        """Prefill or answer the first of some questions that is new and can be answered, for each of the terms."""
+    def prepare(self, question: PredictedQuestion, strategy: Strategy) -> list[IdleAction]:
+        """Prefill or answer a question for each of the terms under which it is new and can be answered."""
         done: list[IdleAction] = []
         for terms in self.terms():
-            found = self._first_useful(questions, terms, done) if not done or self._worker.may_continue() else None
-            if found is None:
+            if done and not self._worker.may_continue():
+                break
+            prepared = self._useful(question.text, terms)
+            if prepared is None or not self._judge(prepared, terms, strategy, done):
                 continue
-            prepared, question = found
             if strategy == "answer":
                 done.append(self._answer("answer", prepared, question.origin, question.documents))
             else:
@@ -181,23 +181,17 @@ class Preparer:
                 self._tried[1].discard((question.text, terms.fingerprint))
         return done
 
-    def _first_useful(
-        self, questions: Iterable[PredictedQuestion], terms: AskTerms, done: list[IdleAction]
-    ) -> tuple[Prepared, PredictedQuestion] | None:
-        for question in questions:
-            if self._was_tried(question.text, terms):
-                continue
-            prepared = self._prepare(question.text, terms)
-            if prepared is None or not self._is_new(prepared) or not self._is_answerable(prepared):
-                continue
-            if not self.judges or self._judge(prepared, terms, done):
-                return prepared, question
-        return None
+    def _useful(self, question: str, terms: AskTerms) -> Prepared | None:
+        """The question ready to be asked; None if it is known, or the passages found for it hardly answer it."""
+        prepared = None if self._was_tried(question, terms) else self._prepare(question, terms)
+        if prepared is None or not self._is_new(prepared) or not self._is_answerable(prepared):
+            return None
+        return prepared
 
-    def _judge(self, prepared: Prepared, terms: AskTerms, done: list[IdleAction]) -> bool:
-        """Whether the model says that the passages answer a question. It reads them as it will to answer it."""
+    def _judge(self, prepared: Prepared, terms: AskTerms, strategy: Strategy, done: list[IdleAction]) -> bool:
+        """Whether the model says that the passages answer a question. It reads those that are prepared, and no more."""
         request = replace(
-            prepared.request,
+            prepared.request if strategy == "answer" else self._prefill_request(prepared, asked=False),
             prompt=terms.messages(judging_message(prepared.question)),
             max_tokens=_JUDGE_TOKENS,
             min_tokens=0,

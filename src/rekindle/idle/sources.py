@@ -1,4 +1,4 @@
-"""Where questions are predicted from: documents, their abstracts, and earlier questions. No model runs here.
+"""Where questions are predicted from: abstracts of documents, and earlier questions. No model runs here.
 
 The position is recorded in the library, so that documents take turns.
 """
@@ -6,21 +6,17 @@ The position is recorded in the library, so that documents take turns.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from rekindle.answers.bank import AnswerBank
 from rekindle.core.identity import digest_of_fields
-from rekindle.idle.extracted_questions import extract_questions, topic_words
-from rekindle.idle.generated_questions import PredictedQuestion
 from rekindle.knowledge.retrieve import STORED_DTYPE, Floats
 
 _MAX_ASKED = 10  # earlier questions per prompt
-_MAX_VISITED = 200  # documents per run
-_QUESTIONS = 8  # per document
 _LIBRARY = "library"  # the row of the abstract of all documents
 
 
@@ -63,7 +59,6 @@ class QuestionSources:
     def __init__(self, bank: AnswerBank) -> None:
         self._library = bank.library
         self._bank = bank
-        self._frequencies: tuple[int, Counter[str]] | None = None
 
     def state(self) -> LibraryState:
         with self._library.reading() as connection:
@@ -73,12 +68,14 @@ class QuestionSources:
             ).fetchone()
         return LibraryState(self._library.generation, *row)
 
-    def was_predicted(self, state: LibraryState, model: str) -> bool:
-        """Whether questions were predicted from this state of the library with this model, also before a restart."""
-        return self._library.about("foreseen-state") == f"{model} {state}"
+    def predicted(self, state: LibraryState, model: str) -> Literal["none", "some", "all"]:
+        """Whether questions were predicted from this state of the library with this model, also before a restart; all:
+        the last round brought no new one."""
+        known = self._library.about("foreseen-state")
+        return "all" if known == f"{model} {state} all" else "some" if known == f"{model} {state}" else "none"
 
-    def mark_predicted(self, state: LibraryState, model: str) -> None:
-        self._set("foreseen-state", f"{model} {state}")
+    def mark_predicted(self, state: LibraryState, model: str, all_of_them: bool) -> None:
+        self._set("foreseen-state", f"{model} {state}{' all' if all_of_them else ''}")
 
     def without_abstract(self, settle_seconds: float) -> list[int]:
         """Documents without an abstract; none while documents are being added."""
@@ -189,22 +186,6 @@ class QuestionSources:
         """Record that questions were predicted from these."""
         self._set("foreseen-history", asked.latest)
 
-    def from_passages(self) -> Iterator[list[PredictedQuestion]]:
-        """Questions extracted from one document after the other, the best first."""
-        with self._library.reading() as connection:
-            ids = [row[0] for row in connection.execute("SELECT id FROM documents").fetchall()]
-        last, _ = self._place("passages")
-        frequencies = self._counted()
-        for id in rotate(ids, last)[:_MAX_VISITED]:
-            chunks = self._library.chunks_of(id)
-            if not chunks:
-                continue
-            self._note("passages", id)
-            text = "\n".join(chunk.passage.text for chunk in chunks)
-            above = chunks[0].passage.heading
-            found = extract_questions(chunks[0].title, f"{above}\n{text}" if above else text, _QUESTIONS, frequencies)
-            yield [PredictedQuestion(question, "passage", (id,)) for question in found]
-
     def cosines(self, chunks: Sequence[int], vector: Floats) -> list[float]:
         """Cosine similarity of passages to a question; 0 without a vector."""
         with self._library.reading() as connection:
@@ -221,18 +202,6 @@ class QuestionSources:
     def passages(self) -> list[int]:
         with self._library.reading() as connection:
             return [row[0] for row in connection.execute("SELECT id FROM chunks ORDER BY id").fetchall()]
-
-    def _counted(self) -> Counter[str]:
-        """Document frequency of each word; recomputed when documents change."""
-        generation = self._library.generation
-        if self._frequencies is None or self._frequencies[0] != generation:
-            counts: Counter[str] = Counter()
-            with self._library.reading() as connection:
-                rows = connection.execute("SELECT document, group_concat(text, char(10)) FROM chunks GROUP BY document")
-                for _, text in rows:
-                    counts.update(topic_words(text))
-            self._frequencies = (generation, counts)
-        return self._frequencies[1]
 
     def _place(self, what: str) -> tuple[int, int]:
         """The document that had its turn last, and the number of completed rounds."""

@@ -1,7 +1,4 @@
-"""Computes requests in idle time, within a budget and while CPU load and battery allow; stops within a token.
-
-The cost of each request is measured. Measurements are None where the machine does not provide them.
-"""
+"""Computes requests in idle time, within a budget and while CPU load and battery allow; stops within a token."""
 
 from __future__ import annotations
 
@@ -10,46 +7,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.fairness import IDLE, taking
-from rekindle.errors import Cancelled, Closed, InvalidSetting, RekindleError
-from rekindle.idle.log import Action, IdleAction, flop, record_action
+from rekindle.errors import Cancelled, Closed, RekindleError
+from rekindle.idle.log import Action, IdleAction, record_action
 from rekindle.knowledge.library import Library
 from rekindle.session.session import Session
 
-_POWERCAP = Path("/sys/class/powercap")
 # What psutil raises where the system has no such thing, denies it (Android) or says something unexpected.
 _DENIED = (psutil.Error, OSError, AttributeError, NotImplementedError, RuntimeError, ValueError)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much may be spent; None: no limit. Seconds end a running action, the others take effect after it."""
-
-    seconds: float | None = None
-    tflop: float | None = None
-    joules: float | None = None
-
-
-@dataclass(frozen=True)
-class Spent:
-    """How much was spent. `joules` is None if it cannot be measured."""
-
-    seconds: float = 0.0
-    flop: float = 0.0
-    joules: float | None = None
-
-
-def is_left(budget: Budget, spent: Spent) -> bool:
-    """Whether no limit of the budget is reached."""
-    limits = (budget.seconds, budget.tflop, budget.joules)
-    done = (spent.seconds, spent.flop / 1e12, spent.joules or 0.0)
-    return all(limit is None or part < limit for limit, part in zip(limits, done, strict=True))
 
 
 @dataclass(frozen=True)
@@ -118,43 +88,6 @@ def _busy_seconds() -> float:
     return float(sum(times) - waiting - twice)
 
 
-class EnergyMeter:
-    """The energy the processor packages used since the meter was made, from RAPL where it can be read."""
-
-    def __init__(self, folder: Path = _POWERCAP) -> None:
-        self._zones = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
-        self._last = self._read()
-        self._microjoules = 0
-
-    @property
-    def measures(self) -> bool:
-        return self._last is not None
-
-    def joules(self) -> float | None:
-        """Joules so far; None if they cannot be measured."""
-        read = self._read()
-        if read is None or self._last is None:
-            return None
-        for zone, now, before in zip(self._zones, read, self._last, strict=True):
-            self._microjoules += now - before if now >= before else max(0, now - before + _range(zone))
-        self._last = read
-        return self._microjoules / 1e6
-
-    def _read(self) -> list[int] | None:
-        try:
-            return [int((zone / "energy_uj").read_text()) for zone in self._zones] or None
-        except (OSError, ValueError):  # often only root may read it
-            return None
-
-
-def _range(zone: Path) -> int:
-    """Where the counter wraps around."""
-    try:
-        return int((zone / "max_energy_range_uj").read_text())
-    except (OSError, ValueError):
-        return 0
-
-
 log = logging.getLogger("rekindle.idle")
 
 _LOOK_SECONDS = 2.0  # between two looks at load and battery
@@ -162,13 +95,11 @@ _LOOK_SECONDS = 2.0  # between two looks at load and battery
 
 @dataclass(frozen=True)
 class WorkResult:
-    """The reply of an idle request and what it cost; no reply if it was stopped."""
+    """The reply of an idle request and its cost; no reply if it was stopped."""
 
     reply: Reply | None
     seconds: float
     tokens: int = 0
-    flop: float | None = None
-    joules: float | None = None
 
 
 class StopOrDeadline(threading.Event):
@@ -185,35 +116,35 @@ class StopOrDeadline(threading.Event):
 class IdleWorker:
     """Computes requests that nobody waits for, within a budget and while load and battery allow.
 
-    stop         setting it stops the work within a token
-    spent        the total cost so far
-    blocked_by   why it does not continue, if because of load or battery
+    stop            setting it stops the work within a token
+    spent_seconds   the total cost so far
+    blocked_by      why it does not continue, if because of load or battery
     """
 
     def __init__(
         self,
         session: Session,
-        budget: Budget,
+        budget_seconds: float | None,
         conditions: IdleConditions | None = None,
         report: Callable[[IdleAction], None] | None = None,
     ) -> None:
-        """Raises `InvalidSetting` for a budget of joules if energy cannot be measured."""
         self.stop = threading.Event()
-        self.spent = Spent()
+        self.spent_seconds = 0.0
         self.blocked_by: str | None = None
         self._session = session
-        self._budget, self._conditions = budget, conditions
+        self._budget_seconds, self._conditions = budget_seconds, conditions
         self._report = report
-        self._meter, self._load = EnergyMeter(), CpuLoad()
+        self._load = CpuLoad()
         self._looked = float("-inf")
-        if budget.joules is not None and not self._meter.measures:
-            raise InvalidSetting(
-                "This machine does not report its energy use, so joules cannot be limited. Limit seconds or tflop."
-            )
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing of the budget is left."""
+        return self._budget_seconds is not None and self.spent_seconds >= self._budget_seconds
 
     def may_continue(self) -> bool:
         """Whether there is budget left, and neither `stop` nor load nor battery forbid it."""
-        if self.stop.is_set() or not is_left(self._budget, self.spent):
+        if self.stop.is_set() or self.is_spent:
             return False
         now = time.monotonic()
         if self._conditions is not None and now - self._looked >= _LOOK_SECONDS:
@@ -223,9 +154,8 @@ class IdleWorker:
 
     def compute(self, request: Request) -> WorkResult:
         """Compute a request and measure it. A request that the session refuses is logged and skipped."""
-        started, energy = time.perf_counter(), self._meter.joules()
-        limit = self._budget.seconds
-        deadline = float("inf") if limit is None else started + limit - self.spent.seconds
+        started, limit = time.perf_counter(), self._budget_seconds
+        deadline = float("inf") if limit is None else started + limit - self.spent_seconds
         reply = None
         try:
             with taking(IDLE):
@@ -236,22 +166,19 @@ class IdleWorker:
             raise
         except RekindleError as error:
             log.warning("Idle work skipped something: %s", error)
-        seconds, after = time.perf_counter() - started, self._meter.joules()
-        joules = None if energy is None or after is None else after - energy
+        seconds = time.perf_counter() - started
         if reply is None:
-            return WorkResult(None, seconds, joules=joules)
+            return WorkResult(None, seconds)
         decoded = max(0, len(reply.tokens) - 1)  # the last token is sampled but never computed
-        tokens, context = reply.reuse.computed + decoded, reply.usage.prompt_tokens + decoded
-        return WorkResult(reply, seconds, tokens, flop(self._session.engine, tokens, context), joules)
+        return WorkResult(reply, seconds, reply.reuse.computed + decoded)
 
     def record(
         self, library: Library, action: Action, what: str, result: WorkResult, answer: int | None = None
     ) -> IdleAction:
         """Record an action in the log, and report it."""
         finished = result.reply is not None
-        done = IdleAction(action, what, answer, result.seconds, result.tokens, result.flop, result.joules, finished)
-        joules = None if result.joules is None else (self.spent.joules or 0.0) + result.joules
-        self.spent = Spent(self.spent.seconds + result.seconds, self.spent.flop + (result.flop or 0.0), joules)
+        done = IdleAction(action, what, answer, result.seconds, result.tokens, finished)
+        self.spent_seconds += result.seconds
         record_action(library, done)
         if self._report is not None:
             self._report(done)

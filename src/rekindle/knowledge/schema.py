@@ -14,7 +14,8 @@ answers    questions, asked or predicted, with their answers if there are any: s
 grounds    the documents that a question or its answer may quote: it goes when one of them is forgotten
 abstracts  a document's summary in a sentence or two; `part_abstracts` those of its parts, `merged_abstracts` what was
            merged of several, by a digest of them ('library': of all)
-work       idle work: what was done, and what it cost
+work       idle work: what was done, and its seconds; flop and joules are of earlier versions (SQLite before 3.35 cannot
+           drop columns)
 terms      how applications ask: the system prompt and options of users' questions, see `answers/ask_terms`
 """
 
@@ -148,5 +149,8 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE work ADD COLUMN saved REAL NOT NULL DEFAULT 0;  -- of the answer, before; unknown for earlier versions
     UPDATE work SET (uses, saved) = (SELECT a.uses, a.saved FROM answers a WHERE a.id=work.answer)
         WHERE answer IN (SELECT id FROM answers);
+    """,
+    """
+    UPDATE answers SET origin='abstract' WHERE origin='passage';  -- made of documents by patterns, which is gone
     """,
 )

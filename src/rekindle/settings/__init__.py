@@ -8,8 +8,8 @@
 The upper beats the lower. `rekindle --config FILE` and `REKINDLE_CONFIG` name a file in place of the user's own. A file
 in the current folder is not read: it may be anybody's, as in a repository that was cloned.
 
-A name that is unknown, or a value of the wrong type, is refused in all of them. What a text may say (a size, a policy,
-a device) is checked by the part that uses it.
+A name that is unknown, or a value of the wrong type, is refused in all of them; a name of an earlier version (`GONE`)
+is ignored with a warning. What a text may say (a size, a policy, a device) is checked by the part that uses it.
 
 To add a setting, declare it here and run `make reference`: its variable, its key in files, its flag, its row in the
 reference and its keyword argument (`rekindle.settings.keywords`) follow from the declaration.
@@ -17,10 +17,11 @@ reference and its keyword argument (`rekindle.settings.keywords`) follow from th
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,8 @@ from rekindle.settings.setting import PREFIX, Setting, a_path, a_size, a_time, e
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+log = logging.getLogger("rekindle.settings")
 
 GROUPS = {
     "model": "Model",
@@ -382,15 +385,13 @@ class ServerSettings(_Loadable):
         kind=a_time("10m, 1h"),
     )
     idle_sources: tuple[str, ...] = _idle(
-        ("abstract", "history", "passage"), "What questions are predicted from, with commas between."
+        ("abstract", "history"), "What questions are predicted from, with commas between."
     )
     idle_settle: str = _idle("60s", "Summarize documents once none was added for this long.", kind=a_time("60s, 5m"))
     idle_passages: int | None = _idle(None, "Passages to prefill; none: all that fit.")
     idle_seconds: str | None = _idle(
         None, "Compute time for each library since the start; none: any.", kind=a_time("10m, 1h")
     )
-    idle_tflop: float | None = _idle(None, "The same in trillions of operations.")
-    idle_joules: float | None = _idle(None, "The same in joules, where they can be measured.")
     idle_calibrate: str | None = _idle(
         None,
         "Calibrate the model for its level of reuse if nobody did, for at most this long; the next start "
@@ -410,7 +411,19 @@ class CommandSettings(_Loadable):
     )
 
 
+# Settings of earlier versions: each has no effect, and where it is given, the sentence says once what replaces it.
+GONE: Mapping[str, str] = {
+    "idle_tflop": "idle_tflop is gone and has no effect: idle_seconds limits idle work.",
+    "idle_joules": "idle_joules is gone and has no effect: idle_seconds limits idle work.",
+}
+
 SETTINGS: Mapping[str, Setting] = settings_of(Settings) | settings_of(ServerSettings) | settings_of(CommandSettings)
+
+
+@cache
+def warn_once(sentence: str) -> None:
+    """Log a warning, once a process."""
+    log.warning("%s", sentence)
 
 
 def names_in(*groups: str) -> list[str]:
@@ -424,7 +437,7 @@ ENGINE_SETTINGS = tuple(name for name in names_in("model") if name not in _OF_A_
 
 def _from_arguments(given: Mapping[str, object], own: Mapping[str, Setting]) -> dict[str, Any]:
     _refuse_unknown(given, own, "argument")
-    return {n: own[n].parse(value, f"The argument {n}") for n, value in given.items() if value is not None}
+    return {n: own[n].parse(v, f"The argument {n}") for n, v in given.items() if v is not None and n in own}
 
 
 def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
@@ -438,10 +451,14 @@ def _from_file(path: Path) -> dict[str, Any]:
     found = SettingsFile.read(path)
     _refuse_unknown(found.values, SETTINGS, f"key in {path}:")
     folder = path.absolute().parent
-    return {name: SETTINGS[name].parse(value, f"{name} in {path}", folder) for name, value in found.values.items()}
+    known = {name: value for name, value in found.values.items() if name in SETTINGS}
+    return {name: SETTINGS[name].parse(value, f"{name} in {path}", folder) for name, value in known.items()}
 
 
-def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    for name in given:
-        if name not in known:
+def _refuse_unknown(given: Mapping[str, object], known: Iterable[str], what: str) -> None:
+    for name, value in given.items():
+        if (gone := name.removeprefix(PREFIX).lower()) in GONE:
+            if value is not None:
+                warn_once(GONE[gone])
+        elif name not in known:
             raise InvalidSetting(f"Unknown {what} {name[:80]!r}.{nearest(name[:80], known)}")
