@@ -130,7 +130,11 @@ class RefusingEviction(evict.Eviction):
 
 
 class NotingDisk(disk.DiskStore):
-    """A disk store whose eviction knows what space is freed for."""
+    """A disk store whose eviction knows what space is freed for, and that keeps all of it or nothing."""
+
+    def keep_first(self, kv_space: Any, root: Any, tokens: bytes, kv: Kv, **options: Any) -> Any:
+        """As published: what is refused is refused whole."""
+        return self.keep(kv_space, root, tokens, kv, **options)
 
     def keep(self, kv_space: Any, root: Any, tokens: bytes, kv: Kv, **options: Any) -> Any:
         app: AppRef | None = options.get("app")

@@ -125,7 +125,7 @@ def test_ls_and_show_tell_what_there_is(run: Run, files: Path) -> None:
 def test_search_finds_passages_with_their_ranks(run: Run, files: Path, retrieval: str) -> None:
     run("ingest", files)
     hits = parsed(run("knowledge", "search", "walrus", "--retrieval", retrieval, "--top-k", "1", "--json"))
-    assert len(hits) == 1 and set(hits[0]) == {"chunk", "score", "bm25_rank", "embedding_rank"}
+    assert len(hits) == 1 and set(hits[0]) == {"chunk", "score", "bm25_rank", "embedding_rank", "relevance"}
     if retrieval == "bm25":
         assert hits[0]["chunk"]["title"] == "Tusks" and (hits[0]["bm25_rank"], hits[0]["embedding_rank"]) == (1, None)
         assert "| The walrus has tusks." in run("knowledge", "search", "walrus").stdout
