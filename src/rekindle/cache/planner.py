@@ -39,8 +39,8 @@ class PrefillSteps:
 
 def make_plan(matches: Matches, rates: Rates, cut: PrefillSteps) -> Plan:
     """The plan that reuses KV in the shortest expected time; of equals the one that reuses most, from the engine if it
-    can. All is computed only where every such plan is clearly slower. What nothing was measured of is tried: it is
-    expected to take no longer than computing.
+    can. All is computed only where every such plan is clearly slower, or gains nothing. What nothing was measured of is
+    tried: it is expected to take no longer than computing.
     """
     spans = cut.spans(0, matches.tokens)
     cold = sum(map(rates.compute_seconds, spans))
@@ -49,15 +49,22 @@ def make_plan(matches: Matches, rates: Rates, cut: PrefillSteps) -> Plan:
     for loads in _choices(matches, cut):
         sizes, rest = _sizes(loads, matches), cut.spans(loads[-1].span.stop, matches.tokens)
         computing = sum(map(rates.compute_seconds, rest))
-        seconds = min(rates.loads_seconds(sizes) + computing, cold)
-        seconds = max(rates.certain_seconds(sizes) + computing, seconds)
-        if seconds <= MARGIN * cold:
+        loading = rates.loads_seconds(sizes)
+        seconds = max(rates.certain_seconds(sizes) + computing, min(loading + computing, cold))
+        if seconds <= MARGIN * cold and not _gains_nothing(loading, computing, cold, rates):
             plans.append((seconds, Plan(matches.tokens, (*loads, *map(Compute, rest)), seconds, cold)))
         else:
             refused.append(seconds)
     if not plans:
         return Plan.computing(spans, cold, min(refused, default=None))
     return min(plans, key=lambda one: (one[0], -one[1].reused, not one[1].in_engine))[1]
+
+
+def _gains_nothing(loading: float, computing: float, cold: float, rates: Rates) -> bool:
+    """Whether a load spares less than the margin of computing, and takes longer than what it spares: ten tokens of a
+    prompt on a GPU, where any load takes longer than they do. Nothing could be shown by trying it."""
+    spared = max(0.0, cold - computing)
+    return "compute" in rates.measured and spared < (MARGIN - 1) * cold and loading > spared
 
 
 def _choices(matches: Matches, cut: PrefillSteps) -> Iterator[tuple[Load, ...]]:
