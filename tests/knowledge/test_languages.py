@@ -136,7 +136,9 @@ def test_it_is_said_when_the_embedder_does_not_know_the_language(
 ) -> None:
     """With an embedder whose tokenizer knows Latin letters by the four, and all others one by one."""
     knowledge = Knowledge(Settings(library=str(tmp_path)), lambda *_, **__: None)
-    knowledge._embedder = SimpleNamespace(digest="a", dimensions=4, embed=_embed, count_tokens=len)  # type: ignore[assignment]
+    knowledge._embedder = SimpleNamespace(  # type: ignore[assignment]
+        digest="a", dimensions=4, embed=_embed, embed_passages=_embed, count_tokens=len
+    )
     with closing(knowledge):
         done = knowledge.ingest(documents=[{"text": text} for text in NOTES[language]])
     assert done.is_foreign is foreign
