@@ -132,6 +132,7 @@ PROBES: tuple[Probe, ...] = (
     probe("GET", f"{OWN}/explain/last"),
     probe("POST", COMPLETIONS, {"prompt": LAMP, **GREEDY}),
     probe("POST", "/v1/responses", {"input": SAID, "max_output_tokens": 4, "temperature": 0}),
+    probe("POST", "/v1/responses/input_tokens", {"input": SAID}),
     probe("POST", "/v1/messages", {"messages": SAID, "max_tokens": 4, "temperature": 0}),
     probe("POST", "/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0, "stream": True}),
     probe("POST", "/v1/messages/count_tokens", {"messages": SAID}),
@@ -287,9 +288,22 @@ def test_a_name_of_another_is_as_unknown_as_any(start: Callable[..., Served]) ->
 
 
 _MOMENT = re.compile(r"(_ms|_seconds|_per_second|_duration)$")
-_MOMENTS = {"created", "created_at", "modified_at", "at", "seen", "kept", "used", "made", "added", "ms", "timeline"}
+_MOMENTS = {
+    "created",
+    "created_at",
+    "completed_at",
+    "modified_at",
+    "at",
+    "seen",
+    "kept",
+    "used",
+    "made",
+    "added",
+    "ms",
+    "timeline",
+}
 _RANDOM = re.compile(
-    r"\b[0-9a-f]{16}\b|(?<=entry )[0-9a-f]{8}\b|(?<=cmpl-)\w+|(?<=answer-)\w+|(?<=msg-)\w+|(?<=resp-)\w+"
+    r"\b[0-9a-f]{16}\b|(?<=entry )[0-9a-f]{8}\b|(?<=cmpl-)\w+|(?<=answer-)\w+|(?<=msg_)\w+|(?<=resp_)\w+"
 )
 _TIMED_LINE = re.compile(r"^  (first token|expected|without the cache).*\n", re.MULTILINE)
 
