@@ -22,6 +22,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rekindle import Session
+from rekindle.cli import server as cli_server
 from rekindle.cli.main import app
 from rekindle.cli.server_client import ServerError
 from rekindle.engine.fake import FakeEngine
@@ -352,3 +353,25 @@ def test_serve_ps_and_chat_with_the_real_model(engine: str, tmp_path: Path) -> N
         curl = ["curl", "-sSf", f"{url}/v1/models"]
         assert "smollm2" in subprocess.run(curl, capture_output=True, text=True, check=True).stdout
         assert ended(process, signal.SIGTERM) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no accounts to look at")
+@pytest.mark.parametrize(
+    ("name", "user", "shell", "is_another"),
+    [
+        ("root", 0, "/bin/bash", False),
+        ("daemon", 7, "/usr/sbin/nologin", False),
+        ("builds", 1007, "/usr/sbin/nologin", False),
+        ("nobody", 65534, "/bin/sh", False),
+        ("me", os.geteuid() if sys.platform != "win32" else 0, "/bin/bash", False),
+        ("ann", 1999, "/bin/zsh", True),
+    ],
+)
+def test_who_else_may_use_a_server_without_a_key_are_people_with_a_shell(
+    name: str, user: int, shell: str, is_another: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pwd
+
+    account = pwd.struct_passwd((name, "x", user, user, "", "/", shell))
+    monkeypatch.setattr(pwd, "getpwall", lambda: [account])
+    assert cli_server._others_are_here() is is_another
