@@ -21,6 +21,7 @@ def thinking(serve: Serve) -> Served:
 
 def test_chat_completions(thinking: Served) -> None:
     message = thinking.chat(CHAT, max_tokens=100)["choices"][0]["message"]
+    assert message.pop("refusal") is None
     assert message == {"role": "assistant", "content": "Calm.", "reasoning_content": "Hm, the wind."}
     with thinking.http() as client:
         chunks = streamed(client, "/v1/chat/completions", messages=CHAT, max_tokens=100)
