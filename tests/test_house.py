@@ -22,7 +22,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 # Code lines (no blanks, comments and docstrings) and modules: what the tree has now. It shrinks to 39,000 lines in 270
 # modules of rekindle and 11,900 lines of benchmarks; what makes it smaller lowers these.
-LIMITS = {"rekindle": (50_788, 347), "benchmarks": (12_389, 109)}
+LIMITS = {"rekindle": (50_791, 347), "benchmarks": (12_389, 109)}
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
 
