@@ -107,7 +107,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "origin_secret": lambda path: _with_origin(path, origin_secret=path),
     "signing key": SigningKey.read,
     "secret": read_secret,
-    "api keys": _read_keys,
+    "api keys": lambda path: _read_keys(str(path), "REKINDLE_API_KEYS"),
     "tokens": _read_tokens,
     "tls": lambda path: OriginServer(path.parent, OriginSettings(port=0, tls_cert=path, tls_key=path)),
 }

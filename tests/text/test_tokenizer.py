@@ -86,7 +86,7 @@ def test_the_careful_way_renders_a_chat_like_the_plain_one() -> None:
 
     tokenizer = HfTokenizer(sentencepiece_like(), render=render, stop_ids=frozenset(), vocabulary_size=15)
     plain = tokenizer.encode_chat([Message("user", "a b")])
-    tricky = tokenizer.encode_chat([Message("user", "a b"), Message("assistant", " </s> ")])
+    tricky = tokenizer.encode_chat([Message("user", "a b"), Message("user", " </s> ")])
     assert tricky[: len(plain)] == plain
     assert tricky.count(2) == 2 and tricky.count(1) == 2
 
